@@ -16,20 +16,21 @@ class Backends:
         self.package, self.names = package, names
 
     @functools.cached_property
-    def modules(self):
-        loaded = []
+    def modules(self) -> dict:
+        """Each backend's module, or None and the reason in `missing` where an import it needs is not installed."""
+        self.missing, loaded = {}, {}
         for name in self.names:
             try:
-                loaded.append((name, importlib.import_module(f".{name}", self.package), None))
+                loaded[name] = importlib.import_module(f".{name}", self.package)
             except ModuleNotFoundError as error:
-                loaded.append((name, None, f"{error.name} is not installed"))
+                loaded[name], self.missing[name] = None, f"{error.name} is not installed"
         return loaded
 
     def choose(self, *args):
         """The first backend whose `why_not(*args)` is None. Raises NotImplementedError with every backend's reason."""
         reasons = []
-        for name, module, missing in self.modules:
-            reason = missing or module.why_not(*args)
+        for name, module in self.modules.items():
+            reason = module.why_not(*args) if module else self.missing[name]
             if reason is None:
                 return module
             reasons.append(f"{name}: {reason}")

@@ -1,0 +1,95 @@
+"""How each kernel is specialised in the model, for compiling without a GPU: argument types, constants, divisibility."""
+
+import importlib
+import pkgutil
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class ArchCase:
+    """One specialisation. `types` gives Triton types by argument name; other runtime arguments are i32.
+
+    `constants` are constexprs and arguments that are 1 or None; `any` are integers that are not multiples of 16.
+    """
+
+    name: str
+    module: str
+    kernel: str
+    types: dict
+    constants: dict
+    num_warps: int = 4
+    any: frozenset = field(default=frozenset())
+
+    def specialise(self, kernel):
+        signature, attributes = {}, {}
+        for index, name in enumerate(kernel.arg_names):
+            if name in self.constants:
+                signature[name] = "constexpr"
+                continue
+            signature[name] = self.types.get(name, "i32")
+            if signature[name] != "fp32" and name not in self.any:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        return signature, {name: value for name, value in self.constants.items() if name in kernel.arg_names}, attributes
+
+
+def jit_functions(package, entry_points: bool) -> set:
+    """(module, name) of the kernels in the package: jit functions that take pointers are entry points."""
+    from triton.runtime import JITFunction
+
+    found = set()
+    for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        module = importlib.import_module(info.name)
+        for name, value in vars(module).items():
+            if isinstance(value, JITFunction) and value.__module__ == info.name:
+                if not entry_points or any(argument.endswith("_ptr") for argument in value.arg_names):
+                    found.add((info.name.removeprefix(f"{package.__name__}."), name))
+    return found
+
+
+def _tl():
+    import triton.language as tl
+
+    return tl
+
+
+def _rope(name, dtype, table, acc="fp32", **constants):
+    tl = _tl()
+    pointers = {"x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "cos_ptr": f"*{table}", "sin_ptr": f"*{table}"}
+    fixed = dict(x_channel=1, out_channel=1, cos_pair=1, sin_pair=1, INVERSE=False)
+    return ArchCase(
+        f"rope {name}", "rope.triton", "_rope_kernel", pointers,
+        fixed | {"ACC": {"fp32": tl.float32, "fp64": tl.float64}[acc]} | constants, any=frozenset({"rows", "heads", "tokens"}),
+    )  # fmt: skip
+
+
+def _norm(name, kernel, dtype, weight="fp32", acc="fp32", warps=4, **constants):
+    tl = _tl()
+    names = ("x_ptr", "out_ptr", "dout_ptr", "dx_ptr")
+    types = {name: f"*{dtype}" for name in names} | {"partial_ptr": f"*{acc}", "eps": "fp32", "weight_ptr": f"*{weight}"}
+    fixed = dict(x_channel=1, out_channel=1, dout_channel=1, dx_channel=1, weight_channel=1)
+    if weight is None:
+        fixed |= dict(weight_ptr=None, partial_ptr=None, weight_channel=0)
+    if kernel == "_forward_kernel":
+        fixed |= dict(ROUNDING="once" if weight else "scale")
+    fixed |= constants
+    return ArchCase(
+        f"rms_norm {name}", "rms_norm.triton", kernel, types,
+        fixed | {"ACC": {"fp32": tl.float32, "fp64": tl.float64}[acc]}, num_warps=warps,
+        any=frozenset({"rows", "size1", "size2", "tiles_per_program"}),
+    )  # fmt: skip
+
+
+def _cases():
+    yield _rope("bf16, fresh", "bf16", "bf16", ROWS=4, PAIRS=256)
+    yield _rope("bf16, fp32 tables, in place", "bf16", "fp32", ROWS=32, PAIRS=32)
+    yield _rope("fp64, inverse", "fp64", "fp64", "fp64", ROWS=1, PAIRS=256, INVERSE=True)
+    for width, rows, warps in ((512, 8, 8), (8192, 1, 16)):
+        yield _norm(f"{width} forward", "_forward_kernel", "bf16", warps=warps, ROWS=rows, WIDTH=width)
+        yield _norm(f"{width} unweighted", "_forward_kernel", "bf16", None, warps=warps, ROWS=rows, WIDTH=width)
+        yield _norm(f"{width} backward", "_backward_kernel", "bf16", warps=warps, ROWS=max(1, rows // 2), WIDTH=width)
+        yield _norm(f"{width} backward unweighted", "_backward_kernel", "fp32", None, warps=warps, ROWS=1, WIDTH=width)
+    yield _norm("normalized", "_forward_kernel", "bf16", ROUNDING="normalized", ROWS=8, WIDTH=512)
+    yield _norm("fp64", "_backward_kernel", "fp64", "fp64", "fp64", ROWS=4, WIDTH=512)
+
+
+CASES = tuple(_cases())

@@ -1,0 +1,58 @@
+"""Every Triton kernel compiles for every promised architecture, on a machine without any GPU.
+
+In a process of its own: the interpreter, which the CPU tests run in, replaces triton.jit.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+TARGETS = {
+    "sm80": ("cuda", 80, 32),
+    "sm90": ("cuda", 90, 32),
+    "sm100": ("cuda", 100, 32),
+    "sm120": ("cuda", 120, 32),
+    "gfx942": ("hip", "gfx942", 64),
+}
+
+COMPILE = """
+import importlib, json, sys
+import triton
+from pathlib import Path
+from kernels import get_local_kernel
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+sys.path.insert(0, sys.argv[1])
+from arch_cases import CASES, jit_functions
+
+dsv4 = get_local_kernel(Path(sys.argv[2]))
+target = GPUTarget(*json.loads(sys.argv[3]))
+done = set()
+for case in CASES:
+    kernel = getattr(importlib.import_module(f"{dsv4.__name__}.{case.module}"), case.kernel)
+    signature, constants, attributes = case.specialise(kernel)
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    compiled = triton.compile(source, target=target, options=dict(num_warps=case.num_warps))
+    binary = compiled.asm["hsaco" if target.backend == "hip" else "cubin"]
+    assert len(binary) > 1000
+    done.add((case.module, case.kernel))
+    print(case.name, compiled.metadata.shared, "bytes shared")
+missing = jit_functions(dsv4, entry_points=True) - done
+assert not missing, f"no case compiles {missing}"
+print("compiled", len(CASES))
+"""
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_every_kernel_compiles(built, arch, tmp_path):
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    arguments = [str(ROOT / "tests"), str(built), json.dumps(TARGETS[arch])]
+    run = subprocess.run([sys.executable, "-c", COMPILE, *arguments], capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert "compiled" in run.stdout

@@ -1,0 +1,118 @@
+"""The registered ops under torch.library's own checks and torch.compile."""
+
+import pytest
+import torch
+from conftest import DEVICE
+from torch._dynamo.testing import CompileCounter
+
+
+def rope_inputs(tokens=5, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(2, tokens, 3, 24, generator=generator).to(DEVICE, dtype).transpose(1, 2)
+    angle = torch.rand(1, tokens, 4, generator=generator).to(DEVICE)
+    return x, angle.cos(), angle.sin()
+
+
+def norm_inputs(tokens=5, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(tokens)
+    return torch.randn(2, tokens, 48, generator=generator).to(DEVICE, dtype), torch.rand(48, generator=generator).to(DEVICE)
+
+
+def test_opcheck(op, only):
+    only("rope")
+    only("rms_norm")
+    rope, norm = op("rope").ops, op("rms_norm").ops
+    x, cos, sin = rope_inputs()
+    for transposed in (False, True):
+        torch.library.opcheck(rope.rope.default, (x.clone().requires_grad_(), cos, sin, 1, False, transposed))
+    torch.library.opcheck(rope.rope_.default, (x.clone(), cos, sin, 1, True))
+    x, weight = norm_inputs()
+    for rounding in ("once", "normalized"):
+        torch.library.opcheck(norm.rms_norm.default, (x.clone().requires_grad_(), weight.clone().requires_grad_(), 1e-6, rounding))
+    torch.library.opcheck(norm.rms_norm.default, (x.clone().requires_grad_(), None, 1e-6, "scale"))
+    # The backward's own derivative is refused, so its autograd registration is not checked.
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(norm.rms_norm_backward.default, (torch.ones_like(x), x, weight, 1e-6), test_utils=tests)
+    torch.library.opcheck(norm.rms_norm_backward.default, (torch.ones_like(x), x, None, 1e-6), test_utils=tests)
+
+
+def functions(dsv4):
+    """Each public function as a function of tensors, with an input maker."""
+
+    def rope_in_place(x, cos, sin):
+        return dsv4.apply_rotary_pos_emb_(x * 2, cos, sin, inverse=True)
+
+    return {
+        "rope": (dsv4.apply_rotary_pos_emb, rope_inputs),
+        "rope_in_place": (rope_in_place, rope_inputs),
+        "rms_norm": (dsv4.rms_norm, norm_inputs),
+    }
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("name", ["rope", "rope_in_place", "rms_norm"])
+def test_fullgraph(dsv4, name, train):
+    function, inputs = functions(dsv4)[name]
+    arguments = [argument.requires_grad_(train and index == 0) for index, argument in enumerate(inputs())]
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    expected, got = function(*arguments), compiled(*arguments)
+    assert torch.equal(expected, got) and expected.stride() == got.stride()
+    if train:
+        assert torch.equal(*(torch.autograd.grad(out.square().sum(), arguments[0])[0] for out in (expected, got)))
+
+
+@pytest.mark.parametrize("name", ["rope", "rope_in_place", "rms_norm"])
+def test_no_recompile_per_token_count(dsv4, name):
+    """The second length makes the size dynamic; after that no length compiles again. 1 is a special size of its own."""
+    function, inputs = functions(dsv4)[name]
+    counter = CompileCounter()
+    compiled = torch.compile(function, fullgraph=True, backend=counter)
+    for tokens in (7, 5, 2, 3, 16, 64, 33, 100, 1):
+        arguments = inputs(tokens)
+        assert torch.equal(compiled(*arguments), function(*arguments))
+    assert counter.frame_count <= 3, counter.frame_count
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter compiles nothing; kernel variants exist on a GPU only")
+@pytest.mark.parametrize("name", ["rope", "rms_norm"])
+def test_kernel_variants_do_not_grow_with_lengths(dsv4, op, name):
+    """CASES B63: at most 4 compiled variants per kernel for 100 lengths."""
+    function, inputs = functions(dsv4)[name]
+    kernels = op(name).BACKENDS.modules["triton"]
+    kernel = kernels._rope_kernel if name == "rope" else kernels._forward_kernel
+    caches = kernel.device_caches[torch.cuda.current_device()][0]
+    before = len(caches)
+    for tokens in [*range(1, 65), *range(100, 4000, 100)]:
+        function(*inputs(tokens, torch.bfloat16))
+    assert len(caches) - before <= 4, len(caches) - before
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs and streams need a GPU")
+@pytest.mark.parametrize("name", ["rope", "rope_in_place", "rms_norm"])
+def test_cuda_graph_and_side_stream(dsv4, name):
+    function, inputs = functions(dsv4)[name]
+    arguments = inputs(64, torch.bfloat16)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        eager = function(*arguments)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = function(*arguments)
+    fresh = inputs(64, torch.bfloat16)[0] * 3
+    arguments[0].copy_(fresh)
+    graph.replay()
+    assert torch.equal(replayed, function(*arguments)) and not torch.equal(replayed, eager)
+
+
+@pytest.mark.skipif(DEVICE == "cpu" or torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("name", ["rope", "rms_norm"])
+def test_tensors_on_another_device_than_the_current(dsv4, name):
+    """CASES B59: launches follow the tensors, and the current device stays."""
+    function, inputs = functions(dsv4)[name]
+    expected = function(*inputs())
+    for index in (1, 0, 1):
+        out = function(*(argument.to(f"cuda:{index}") for argument in inputs()))
+        assert out.device.index == index and torch.cuda.current_device() == 0
+        assert torch.equal(out.cpu(), expected.cpu())

@@ -1,0 +1,296 @@
+"""Partial interleaved rotary embedding: every backend against float64, gradients, layouts, bad input."""
+
+import pytest
+import torch
+from cases import DTYPES, ROPE, RopeCase, layouts, poison, rope_tables
+from compare import assert_no_further, error
+from conftest import DEVICE
+
+
+def theirs(x, cos, sin, unsqueeze_dim=1, inverse=False):
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import apply_rotary_pos_emb
+
+    return apply_rotary_pos_emb(x, cos, -sin if inverse else sin, unsqueeze_dim)
+
+
+def exact(x, cos, sin, unsqueeze_dim=1, inverse=False):
+    """float64, as the paper has it: adjacent channels are a complex number, turned by exp(i angle)."""
+    turn = torch.complex(cos.double(), -sin.double() if inverse else sin.double()).unsqueeze(unsqueeze_dim)
+    x = x.double()
+    nope = x.shape[-1] - 2 * turn.shape[-1]
+    turned = torch.complex(x[..., nope::2], x[..., nope + 1 :: 2]) * turn
+    return torch.cat((x[..., :nope], torch.stack((turned.real, turned.imag), -1).flatten(-2)), -1)
+
+
+def make(case, dtype=torch.float32, unsqueeze_dim=1, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(case.batch, case.heads, case.tokens, case.width, generator=generator).to(DEVICE, dtype)
+    return x if unsqueeze_dim == 1 else x.transpose(1, 2)
+
+
+SMALL = RopeCase("small", batch=2, heads=3, tokens=5, width=24, pairs=4)
+
+
+@pytest.mark.parametrize("inverse", [False, True], ids=["forward", "inverse"])
+@pytest.mark.parametrize("unsqueeze_dim", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", ROPE, ids=str)
+def test_forward(dsv4, only, case, dtype, unsqueeze_dim, inverse):
+    only("rope")
+    x = make(case, dtype, unsqueeze_dim)
+    cos, sin = rope_tables(case, DEVICE)
+    poison(DEVICE, x.numel() * x.element_size())
+    out = dsv4.apply_rotary_pos_emb(x, cos, sin, unsqueeze_dim, inverse=inverse)
+    assert out.is_contiguous() and out.data_ptr() != x.data_ptr() or x.numel() == 0
+    assert_no_further(
+        out, theirs(x, cos, sin, unsqueeze_dim, inverse), exact(x, cos, sin, unsqueeze_dim, inverse)
+    )
+    nope = case.width - 2 * case.pairs
+    assert torch.equal(out[..., :nope], x[..., :nope]), "leading channels changed"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", ROPE, ids=str)
+def test_in_place_equals_fresh(dsv4, only, case, dtype):
+    only("rope")
+    cos, sin = rope_tables(case, DEVICE, batch=case.batch)
+    for name, x in layouts(make(case, dtype)):
+        expected = dsv4.apply_rotary_pos_emb(x, cos, sin)
+        assert dsv4.apply_rotary_pos_emb_(x, cos, sin) is x
+        assert torch.equal(x, expected), name
+
+
+@pytest.mark.parametrize("unsqueeze_dim", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("case", [ROPE[0], ROPE[5], SMALL], ids=str)
+def test_any_layout(dsv4, only, case, dtype, unsqueeze_dim):
+    only("rope")
+    cos, sin = rope_tables(case, DEVICE)
+    plain = make(case, dtype, unsqueeze_dim)
+    expected = dsv4.apply_rotary_pos_emb(plain.contiguous(), cos, sin, unsqueeze_dim)
+    for name, x in layouts(plain):
+        assert torch.equal(dsv4.apply_rotary_pos_emb(x, cos, sin, unsqueeze_dim), expected), name
+    for (name, cos_view), (_, sin_view) in zip(layouts(cos), layouts(sin)):
+        assert torch.equal(dsv4.apply_rotary_pos_emb(plain, cos_view, sin_view, unsqueeze_dim), expected), name
+
+
+def test_memory_around_strided_input_is_untouched(dsv4, only):
+    only("rope")
+    cos, sin = rope_tables(SMALL, DEVICE)
+    buffer = torch.full((2, 3, 5, 40), float("nan"), device=DEVICE)
+    x = buffer[..., 8:32]
+    x.copy_(make(SMALL))
+    dsv4.apply_rotary_pos_emb_(x, cos, sin)
+    assert x.isfinite().all() and buffer[..., :8].isnan().all() and buffer[..., 32:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_tables_of_every_dtype(dsv4, only, dtype):
+    """A table is used with the precision it has: fp32 angles keep it, bf16 ones give transformers' result."""
+    only("rope")
+    x = make(SMALL)
+    cos, sin = rope_tables(SMALL, DEVICE, dtype)
+    assert_no_further(dsv4.apply_rotary_pos_emb(x, cos, sin), theirs(x, cos, sin), exact(x, cos, sin))
+
+
+@pytest.mark.parametrize("unsqueeze_dim", [1, 2])
+def test_tables_per_batch_and_broadcast(dsv4, only, unsqueeze_dim):
+    """CASES B16: positions of row 1 are not those of row 0, and [1, T, P] serves every row."""
+    only("rope")
+    case = RopeCase("b16", batch=2, heads=3, tokens=5, width=32, pairs=4)
+    x = make(case, unsqueeze_dim=unsqueeze_dim)
+    position = torch.tensor([[0, 1, 2, 3, 4], [100, 101, 102, 103, 104]], dtype=torch.float64)
+    angle = position[..., None] * 10000.0 ** (-torch.arange(4, dtype=torch.float64) / 4)
+    cos, sin = angle.cos().float().to(DEVICE), angle.sin().float().to(DEVICE)
+    out = dsv4.apply_rotary_pos_emb(x, cos, sin, unsqueeze_dim)
+    assert_no_further(out, theirs(x, cos, sin, unsqueeze_dim), exact(x, cos, sin, unsqueeze_dim))
+    shared = dsv4.apply_rotary_pos_emb(x, cos[:1], sin[:1], unsqueeze_dim)
+    assert torch.equal(shared[0], out[0])
+    assert error(shared[1], out[1]) > 0.1, "row 1 must not be turned by row 0's angles"
+    one_token = dsv4.apply_rotary_pos_emb(x, cos[:, :1], sin[:, :1], unsqueeze_dim)
+    expanded = dsv4.apply_rotary_pos_emb(
+        x, cos[:, :1].expand(-1, 5, -1).contiguous(), sin[:, :1].expand(-1, 5, -1).contiguous(), unsqueeze_dim
+    )
+    assert torch.equal(one_token, expanded)
+
+
+def test_pairs_are_adjacent_and_trailing(dsv4, only):
+    """CASES B15: channel 24 + j holds energy only in itself and in 24 + (j ^ 1)."""
+    only("rope")
+    angle = 10000.0 ** (-torch.arange(4, dtype=torch.float64) / 4)
+    cos, sin = angle.cos().float().view(1, 1, 4).to(DEVICE), angle.sin().float().view(1, 1, 4).to(DEVICE)
+    for j in range(8):
+        x = torch.zeros(1, 1, 1, 32, device=DEVICE)
+        x[..., 24 + j] = 1
+        out = dsv4.apply_rotary_pos_emb(x, cos, sin).flatten().cpu()
+        c, s = float(cos[..., j // 2]), float(sin[..., j // 2])
+        expected = torch.zeros(32)
+        expected[24 + j], expected[24 + (j ^ 1)] = c, s if j % 2 == 0 else -s
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-7)
+
+
+def test_inverse_undoes(dsv4, only):
+    only("rope")
+    case = ROPE[0]
+    x, (cos, sin) = make(case, torch.float64), rope_tables(case, DEVICE, torch.float64)
+    there = dsv4.apply_rotary_pos_emb(x, cos, sin)
+    assert error(there, x) > 0.1
+    assert error(dsv4.apply_rotary_pos_emb(there, cos, sin, inverse=True), x) < 1e-14
+
+
+def test_nan_stays_in_its_pair(dsv4, only):
+    only("rope")
+    x, (cos, sin) = make(SMALL), rope_tables(SMALL, DEVICE)
+    x[0, 0, 0, 1] = float("nan")
+    x[1, 2, 4, 20] = float("inf")
+    bad = ~dsv4.apply_rotary_pos_emb(x, cos, sin).isfinite()
+    expected = torch.zeros_like(bad)
+    expected[0, 0, 0, 1] = expected[1, 2, 4, 20] = expected[1, 2, 4, 21] = True
+    assert torch.equal(bad, expected)
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["fresh", "in_place"])
+@pytest.mark.parametrize("unsqueeze_dim", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", [ROPE[0], ROPE[5], ROPE[8]], ids=str)
+def test_backward(dsv4, only, case, dtype, unsqueeze_dim, in_place):
+    only("rope")
+    cos, sin = rope_tables(case, DEVICE, batch=case.batch)
+    plain = make(case, dtype, unsqueeze_dim)
+    dout = torch.randn(plain.shape, generator=torch.Generator().manual_seed(3)).to(DEVICE, dtype)
+    for name, cotangent in layouts(dout):
+        grads = []
+        for function in (dsv4.apply_rotary_pos_emb_ if in_place else dsv4.apply_rotary_pos_emb, theirs, exact):
+            leaf = plain.detach().to(torch.float64 if function is exact else dtype).requires_grad_()
+            # `* 1` because a leaf can't be rotated in place; a tensor in the model is never one.
+            out = function(leaf * 1, cos, sin, unsqueeze_dim)
+            grads += torch.autograd.grad(out, leaf, cotangent.to(out.dtype))
+        assert_no_further(*grads)
+
+
+def test_gradient_keeps_the_memory_order_of_x(dsv4, only):
+    """The model's q is a transposed view: a gradient in its order needs no copy before the projection's GEMM."""
+    only("rope")
+    q = make(SMALL).transpose(1, 2).contiguous().requires_grad_()
+    cos, sin = rope_tables(SMALL, DEVICE)
+    (grad,) = torch.autograd.grad(dsv4.apply_rotary_pos_emb(q.transpose(1, 2), cos, sin).sum(), q)
+    assert grad.is_contiguous()
+
+
+def test_gradcheck(dsv4, only):
+    only("rope")
+    case = RopeCase("tiny", batch=2, heads=2, tokens=2, width=7, pairs=2)
+    x = make(case, torch.float64).requires_grad_()
+    cos, sin = rope_tables(case, DEVICE, torch.float64)
+    assert torch.autograd.gradcheck(lambda x: dsv4.apply_rotary_pos_emb(x, cos, sin), x)
+    assert torch.autograd.gradgradcheck(lambda x: dsv4.apply_rotary_pos_emb(x, cos, sin), x)
+    assert torch.autograd.gradcheck(lambda x: dsv4.apply_rotary_pos_emb_(x * 1, cos, sin, inverse=True), x)
+
+
+def test_backward_saves_tables_only(dsv4, only):
+    only("rope")
+    x, (cos, sin) = make(SMALL).requires_grad_(), rope_tables(SMALL, DEVICE)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.shape) or tensor, lambda t: t):
+        dsv4.apply_rotary_pos_emb(x, cos, sin)
+    assert saved == [cos.shape, sin.shape]
+
+
+def test_no_gradient_for_tables(dsv4, only):
+    only("rope")
+    x, (cos, sin) = make(SMALL).requires_grad_(), rope_tables(SMALL, DEVICE)
+    cos.requires_grad_()
+    dsv4.apply_rotary_pos_emb(x, cos, sin).sum().backward()
+    assert cos.grad is None and x.grad is not None
+
+
+def test_repeated_calls_give_the_same_bits(dsv4, only):
+    only("rope")
+    x, (cos, sin) = make(ROPE[0], torch.bfloat16), rope_tables(ROPE[0], DEVICE)
+    first = dsv4.apply_rotary_pos_emb(x, cos, sin)
+    for _ in range(3):
+        poison(DEVICE, x.numel() * 2)
+        assert torch.equal(dsv4.apply_rotary_pos_emb(x, cos, sin), first)
+
+
+BAD = {
+    "cos too wide": (dict(cos=(1, 5, 13), sin=(1, 5, 13)), ValueError, r"cos and sin hold 13 pairs.*24 channels"),
+    "no pairs": (dict(cos=(1, 5, 0), sin=(1, 5, 0)), ValueError, "cos and sin hold 0 pairs"),
+    "cos and sin differ": (dict(sin=(1, 5, 3)), ValueError, r"cos and sin must be .*\(1, 5, 4\) and \(1, 5, 3\)"),
+    "cos per head": (dict(cos=(1, 3, 5, 4), sin=(1, 3, 5, 4)), ValueError, r"cos and sin must be \[B or 1, T or 1, P\]"),
+    "wrong tokens": (dict(cos=(1, 4, 4), sin=(1, 4, 4)), ValueError, r"don't broadcast to \[2, 5, P\]"),
+    "wrong batch": (dict(cos=(3, 5, 4), sin=(3, 5, 4)), ValueError, r"don't broadcast to \[2, 5, P\]"),
+    "integer x": (dict(x=torch.int32), TypeError, "x must be float16, bfloat16, float32 or float64, got torch.int32"),
+    "integer cos": (dict(cos=torch.int64), TypeError, "cos must be float16.*got torch.int64"),
+    "bool sin": (dict(sin=torch.bool), TypeError, "sin must be float16.*got torch.bool"),
+    "dtypes of the tables": (dict(sin=torch.bfloat16), TypeError, "cos is torch.float32 and sin is torch.bfloat16"),
+    "no tensor": (dict(cos=1.0), TypeError, "cos must be a torch.Tensor, got float"),
+    "another device": (dict(cos="meta"), ValueError, "cos is on meta and x is on"),
+    "unsqueeze_dim 0": (dict(unsqueeze_dim=0), ValueError, r"unsqueeze_dim must be 1 .* or 2 .*got 0"),
+    "unsqueeze_dim -2": (dict(unsqueeze_dim=-2), ValueError, "unsqueeze_dim must be 1"),
+    "three dimensions": (dict(x=(3, 5, 24)), ValueError, r"x must have 4 dimensions, got shape \(3, 5, 24\)"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("function", ["apply_rotary_pos_emb", "apply_rotary_pos_emb_"])
+def test_bad_input(dsv4, function, name):
+    changes, error_type, message = BAD[name]
+    x, (cos, sin) = make(SMALL), rope_tables(SMALL, DEVICE)
+    arguments = dict(x=x, cos=cos, sin=sin, unsqueeze_dim=1)
+    for key, change in changes.items():
+        old = arguments[key]
+        if isinstance(change, tuple):
+            arguments[key] = torch.ones(change, device=DEVICE)
+        elif isinstance(change, (torch.dtype, str)):
+            arguments[key] = old.to(change)
+        else:
+            arguments[key] = change
+    before = arguments["x"].clone()
+    with pytest.raises(error_type, match=message):
+        getattr(dsv4, function)(**arguments)
+    assert torch.equal(arguments["x"], before), "x was changed by a call that failed"
+
+
+def test_bad_input_in_place(dsv4):
+    cos, sin = rope_tables(SMALL, DEVICE)
+    with pytest.raises(ValueError, match=r"x has overlapping elements \(strides .* can't be rotated in place"):
+        dsv4.apply_rotary_pos_emb_(torch.ones(1, 3, 5, 24, device=DEVICE).expand(2, 3, 5, 24), cos, sin)
+    windows = torch.ones(200, device=DEVICE).as_strided((1, 3, 5, 24), (200, 60, 12, 1))
+    with pytest.raises(ValueError, match="overlapping"):
+        dsv4.apply_rotary_pos_emb_(windows, cos, sin)
+    with pytest.raises(ValueError, match="x is a leaf that requires grad"):
+        dsv4.apply_rotary_pos_emb_(make(SMALL).requires_grad_(), cos, sin)
+    x = make(SMALL)
+    with pytest.raises(ValueError, match="cos shares memory with x"):
+        dsv4.apply_rotary_pos_emb_(x, x[:1, 0, :, :4], sin)
+    assert torch.equal(x, make(SMALL))
+
+
+def test_no_backend_says_every_reason(dsv4, op):
+    x, (cos, sin) = make(SMALL), rope_tables(SMALL, DEVICE)
+    backends = op("rope").BACKENDS
+    with pytest.raises(NotImplementedError) as caught:
+        backends.choose(x.to("meta"), cos.to("meta"), sin.to("meta"))
+    message = str(caught.value)
+    assert "no backend of rope covers this call" in message
+    assert "triton: the tensors are on meta" in message
+    assert "reference: the reference serves CPU tensors only" in message
+
+
+def test_offsets_past_int32(dsv4, only):
+    """CASES B47: batch strides below 2^31 whose product with the batch index is not."""
+    backend = only("rope")
+    stride = 2**30 + 64
+    if DEVICE == "cpu" and backend == "triton":
+        pytest.skip("the interpreter copies the whole storage; the GPU and the reference run this")
+    buffer = torch.empty(2 * stride + 64, dtype=torch.bfloat16, device=DEVICE)
+    x = buffer.as_strided((3, 1, 2, 32), (stride, 32, 32, 1))
+    case = RopeCase("far", batch=3, heads=1, tokens=2, width=32, pairs=4)
+    compact = make(case, torch.bfloat16)
+    x.copy_(compact)
+    cos, sin = rope_tables(case, DEVICE)
+    expected = dsv4.apply_rotary_pos_emb(compact, cos, sin)
+    assert torch.equal(dsv4.apply_rotary_pos_emb(x, cos, sin), expected)
+    dsv4.apply_rotary_pos_emb_(x, cos, sin)
+    assert torch.equal(x, expected)

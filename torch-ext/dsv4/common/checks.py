@@ -1,0 +1,44 @@
+"""Argument checks that two or more ops share. Each raises one error that names the argument and what is accepted."""
+
+import torch
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_float(name: str, tensor: torch.Tensor) -> None:
+    """Raise TypeError unless the argument is a float16, bfloat16, float32 or float64 tensor."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.dtype not in FLOATS:
+        raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}")
+
+
+def check_same_device(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    """Raise ValueError unless both tensors are on one device."""
+    if tensor.device != other.device:
+        raise ValueError(f"{name} is on {tensor.device} and {other_name} is on {other.device}; both must be on one device")
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """True unless it is certain that no two elements share memory: each stride must clear all that lies below it."""
+    if tensor.numel() == 0:
+        return False
+    reach = 1
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape) if n > 1):
+        if stride < reach:
+            return True
+        reach = stride * (size - 1) + reach
+    return False
+
+
+def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """True if the address ranges that the two tensors span intersect."""
+    (a_start, a_end), (b_start, b_end) = _extent(a), _extent(b)
+    return a_start < b_end and b_start < a_end
+
+
+def _extent(tensor):
+    if tensor.numel() == 0:
+        return 0, 0
+    last = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

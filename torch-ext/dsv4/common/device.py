@@ -1,0 +1,23 @@
+"""Questions about the machine, asked at launch and never at import."""
+
+import contextlib
+
+import torch
+import triton
+
+
+def why_not_triton(tensor: torch.Tensor) -> str | None:
+    """None if Triton can run on this tensor: on a GPU, or on the CPU when interpreting."""
+    if triton.knobs.runtime.interpret:
+        return None if tensor.device.type == "cpu" else f"the tensors are on {tensor.device.type} and TRITON_INTERPRET is set"
+    return None if tensor.device.type in ("cuda", "xpu") else f"the tensors are on {tensor.device.type}, not on a GPU"
+
+
+def launch_on(tensor: torch.Tensor):
+    """Context manager that makes the tensor's device the current one: Triton launches on the current device."""
+    if tensor.device.type == "cpu":
+        return contextlib.nullcontext()
+    backend = getattr(torch, tensor.device.type)
+    if tensor.device.index == backend.current_device():
+        return contextlib.nullcontext()
+    return backend.device(tensor.device)

@@ -1,0 +1,152 @@
+"""Partial interleaved rotary embedding: public functions, registered ops, autograd."""
+
+import torch
+
+from .._ops import add_op_namespace_prefix, ops
+from ..common.checks import check_float, check_same_device, overlaps_itself, share_memory
+from ..common.dispatch import Backends
+
+BACKENDS = Backends(__package__, "triton", "reference")
+
+
+def apply_rotary_pos_emb(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1, *, inverse: bool = False
+) -> torch.Tensor:
+    """Rotate the trailing 2*P channels of each head as interleaved pairs; a drop-in for transformers' function.
+
+    Channels 2i and 2i+1 of the rotary part become (even*cos - odd*sin, odd*cos + even*sin), computed in float32
+    (float64 for float64 x) and rounded once. Leading channels are copied bit for bit. Differentiable in x by the
+    conjugate rotation; nothing of x is saved. cos and sin get no gradient.
+
+    Args:
+        x: [B, H, T, D] for `unsqueeze_dim=1`, [B, T, H, D] for `unsqueeze_dim=2`; float16, bfloat16, float32 or
+            float64; any strides, so the model's transposed view is read in place.
+        cos, sin: [B or 1, T or 1, P] with 2*P <= D, one entry a pair, of one float dtype (fp32 tables are used as fp32).
+        unsqueeze_dim: the dimension of heads in x, 1 or 2.
+        inverse: rotate by the negative angle.
+
+    Returns:
+        A fresh contiguous tensor of x's shape and dtype.
+
+    Raises:
+        TypeError: an argument is no float tensor, or cos and sin differ in dtype.
+        ValueError: a wrong number of dimensions, `unsqueeze_dim` other than 1 or 2, 2*P > D, sizes that don't
+            broadcast, or tensors on different devices.
+        NotImplementedError: no backend covers the device; says why for each.
+
+    Source: DeepSeek-V4 inference code `apply_rotary_emb`; transformers `modeling_deepseek_v4.apply_rotary_pos_emb`.
+    """
+    _check(x, cos, sin, unsqueeze_dim)
+    return ops.rope(x, cos, sin, unsqueeze_dim, inverse, False)
+
+
+def apply_rotary_pos_emb_(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1, *, inverse: bool = False
+) -> torch.Tensor:
+    """`apply_rotary_pos_emb` in place: reads and writes the rotary channels of x alone, and returns x.
+
+    Arguments and errors as there; in addition x must not overlap itself (an expanded view), cos or sin, and must not
+    be a leaf that requires grad (ValueError). Autograd sees an ordinary in-place operation.
+    """
+    _check(x, cos, sin, unsqueeze_dim)
+    if torch.is_grad_enabled() and x.requires_grad:
+        if x.is_leaf:
+            raise ValueError("x is a leaf that requires grad and can't be rotated in place; pass a clone or use torch.no_grad")
+        return _RopeInPlace.apply(x, cos, sin, unsqueeze_dim, inverse)
+    ops.rope_(x, cos, sin, unsqueeze_dim, inverse)
+    return x
+
+
+def _check(x, cos, sin, unsqueeze_dim):
+    check_float("x", x)
+    check_float("cos", cos)
+    check_float("sin", sin)
+    if sin.dtype != cos.dtype:
+        raise TypeError(f"cos is {cos.dtype} and sin is {sin.dtype}; both must have one dtype")
+    check_same_device("cos", cos, "x", x)
+    check_same_device("sin", sin, "x", x)
+    if unsqueeze_dim not in (1, 2):
+        raise ValueError(f"unsqueeze_dim must be 1 (x is [B, H, T, D]) or 2 (x is [B, T, H, D]), got {unsqueeze_dim}")
+    if x.dim() != 4:
+        raise ValueError(f"x must have 4 dimensions, got shape {tuple(x.shape)}")
+    if cos.dim() != 3 or cos.shape != sin.shape:
+        raise ValueError(f"cos and sin must be [B or 1, T or 1, P], got {tuple(cos.shape)} and {tuple(sin.shape)}")
+    batch, tokens, width = x.shape[0], x.shape[3 - unsqueeze_dim], x.shape[3]
+    if cos.shape[0] not in (1, batch) or cos.shape[1] not in (1, tokens):
+        raise ValueError(
+            f"cos and sin of shape {tuple(cos.shape)} don't broadcast to [{batch}, {tokens}, P], "
+            f"the batch and tokens of x {tuple(x.shape)} with unsqueeze_dim={unsqueeze_dim}"
+        )
+    if not 0 < 2 * cos.shape[2] <= width:
+        raise ValueError(f"cos and sin hold {cos.shape[2]} pairs, which is not between 1 and half of x's {width} channels")
+
+
+def _rope(x, cos, sin, unsqueeze_dim, inverse, transposed):
+    out = _empty(x, transposed)
+    BACKENDS.choose(x, cos, sin).rope_into(out, x, cos, sin, unsqueeze_dim, inverse)
+    return out
+
+
+def _rope_(x, cos, sin, unsqueeze_dim, inverse):
+    # Here and not in the public function: under torch.compile the comparison of strides would be a guard per length.
+    if overlaps_itself(x):
+        raise ValueError(f"x has overlapping elements (strides {tuple(x.stride())}) and can't be rotated in place")
+    for name, table in (("cos", cos), ("sin", sin)):
+        if share_memory(table, x):
+            raise ValueError(f"{name} shares memory with x, which would be overwritten while it is read")
+    BACKENDS.choose(x, cos, sin).rope_into(x, x, cos, sin, unsqueeze_dim, inverse)
+
+
+def _empty(x, transposed):
+    """A fresh tensor like x, contiguous, or with dimensions 1 and 2 swapped in memory."""
+    if transposed:
+        return x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2)
+    return x.new_empty(x.shape)
+
+
+def _setup_context(ctx, inputs, output):
+    x, cos, sin, ctx.unsqueeze_dim, ctx.inverse, _ = inputs
+    # dx goes to the memory order of x: the view's backward then needs no copy before the projection's GEMM.
+    ctx.transposed = x.stride(1) < x.stride(2)
+    ctx.save_for_backward(cos, sin)
+
+
+def _backward(ctx, dout):
+    cos, sin = ctx.saved_tensors
+    return ops.rope(dout, cos, sin, ctx.unsqueeze_dim, not ctx.inverse, ctx.transposed), None, None, None, None, None
+
+
+class _RopeInPlace(torch.autograd.Function):
+    """torch.library takes no autograd formula for an op that mutates its input."""
+
+    @staticmethod
+    def forward(ctx, x, cos, sin, unsqueeze_dim, inverse):
+        ctx.unsqueeze_dim, ctx.inverse = unsqueeze_dim, inverse
+        ctx.save_for_backward(cos, sin)
+        ctx.mark_dirty(x)
+        ops.rope_(x, cos, sin, unsqueeze_dim, inverse)
+        return x
+
+    @staticmethod
+    def backward(ctx, dout):
+        cos, sin = ctx.saved_tensors
+        return ops.rope(dout, cos, sin, ctx.unsqueeze_dim, not ctx.inverse, False), None, None, None, None
+
+
+DEVICES = ("cpu", "cuda", "xpu")
+
+torch.library.define(
+    add_op_namespace_prefix("rope"),
+    "(Tensor x, Tensor cos, Tensor sin, int unsqueeze_dim, bool inverse, bool transposed) -> Tensor",
+)
+torch.library.impl(add_op_namespace_prefix("rope"), DEVICES, _rope)
+torch.library.register_fake(
+    add_op_namespace_prefix("rope"), lambda x, cos, sin, unsqueeze_dim, inverse, transposed: _empty(x, transposed)
+)
+torch.library.register_autograd(add_op_namespace_prefix("rope"), _backward, setup_context=_setup_context)
+
+torch.library.define(
+    add_op_namespace_prefix("rope_"), "(Tensor(a!) x, Tensor cos, Tensor sin, int unsqueeze_dim, bool inverse) -> ()"
+)
+torch.library.impl(add_op_namespace_prefix("rope_"), DEVICES, _rope_)
+torch.library.register_fake(add_op_namespace_prefix("rope_"), lambda x, cos, sin, unsqueeze_dim, inverse: None)
