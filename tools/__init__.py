@@ -1,0 +1,1 @@
+"""Build, check, publish and pin the kernel; each module runs as `python -m tools.<name> --help`."""
