@@ -106,20 +106,29 @@ def draw(case: Case, pass_name: str, seed: int, device: torch.device) -> Inputs:
 def bind(case: Case, provider: Provider, pass_name: str, inputs: Inputs) -> Callable[[], Results]:
     """The pass as a function without arguments. forward and step: outputs; backward: gradients; full: both.
 
-    The caller sets grad mode, so that entering it is not timed. The backward is bound to one forward, done here, and
-    keeps its graph, which stores nothing that the forward had not stored.
+    Gradients are those that `.backward()` leaves in `.grad`, as in training and in the seed's benchmark: autograd gives
+    them the memory order of their tensor, which costs a provider that returns another order a copy. The caller sets
+    grad mode, so that entering it is not timed. The backward is bound to one forward, done here, and keeps its graph,
+    which stores nothing that the forward had not stored.
     """
     tensors, cotangents = inputs.tensors, inputs.cotangents
     if pass_name not in GRAD_PASSES:
         return lambda: provider.call(tensors)
     leaves = [tensors[name] for name in case.wrt]
+
+    def backward(outputs: Results, keep: bool) -> Results:
+        for leaf in leaves:
+            leaf.grad = None
+        torch.autograd.backward(outputs, cotangents, retain_graph=keep)
+        return tuple(leaf.grad for leaf in leaves)
+
     if pass_name == "backward":
         outputs = provider.call(tensors)
-        return lambda: torch.autograd.grad(outputs, leaves, cotangents, retain_graph=True)
+        return lambda: backward(outputs, keep=True)
 
     def full() -> Results:
         outputs = provider.call(tensors)
-        return (*outputs, *torch.autograd.grad(outputs, leaves, cotangents))
+        return (*outputs, *backward(outputs, keep=False))
 
     return full
 

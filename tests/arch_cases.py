@@ -20,16 +20,17 @@ class ArchCase:
     num_warps: int = 4
     any: frozenset = field(default=frozenset())
 
-    def specialise(self, kernel):
+    def specialise(self, kernel, arch):
+        constants = {**self.constants, "PDL": isinstance(arch, int) and arch >= 90}
         signature, attributes = {}, {}
         for index, name in enumerate(kernel.arg_names):
-            if name in self.constants:
+            if name in constants:
                 signature[name] = "constexpr"
                 continue
             signature[name] = self.types.get(name, "i32")
             if signature[name] != "fp32" and name not in self.any:
                 attributes[(index,)] = [["tt.divisibility", 16]]
-        return signature, {name: value for name, value in self.constants.items() if name in kernel.arg_names}, attributes
+        return signature, {name: value for name, value in constants.items() if name in kernel.arg_names}, attributes
 
 
 def jit_functions(package, entry_points: bool) -> set:
@@ -58,7 +59,7 @@ def _rope(name, dtype, table, acc="fp32", **constants):
     fixed = dict(x_channel=1, out_channel=1, cos_pair=1, sin_pair=1, INVERSE=False)
     return ArchCase(
         f"rope {name}", "rope.triton", "_rope_kernel", pointers,
-        fixed | {"ACC": {"fp32": tl.float32, "fp64": tl.float64}[acc]} | constants, any=frozenset({"rows", "heads", "tokens"}),
+        fixed | {"ACC": {"fp32": tl.float32, "fp64": tl.float64}[acc]} | constants, any=frozenset({"heads", "tokens", "head_tiles", "token_tiles"}),
     )  # fmt: skip
 
 
@@ -71,18 +72,20 @@ def _norm(name, kernel, dtype, weight="fp32", acc="fp32", warps=4, **constants):
         fixed |= dict(weight_ptr=None, partial_ptr=None, weight_channel=0)
     if kernel == "_forward_kernel":
         fixed |= dict(ROUNDING="once" if weight else "scale")
+    if kernel == "_backward_kernel":
+        fixed |= dict(STAGES=2)
     fixed |= constants
     return ArchCase(
         f"rms_norm {name}", "rms_norm.triton", kernel, types,
         fixed | {"ACC": {"fp32": tl.float32, "fp64": tl.float64}[acc]}, num_warps=warps,
-        any=frozenset({"rows", "size1", "size2", "tiles_per_program"}),
+        any=frozenset({"rows", "size1", "size2", "tiles", "programs"}),
     )  # fmt: skip
 
 
 def _cases():
-    yield _rope("bf16, fresh", "bf16", "bf16", ROWS=4, PAIRS=256)
-    yield _rope("bf16, fp32 tables, in place", "bf16", "fp32", ROWS=32, PAIRS=32)
-    yield _rope("fp64, inverse", "fp64", "fp64", "fp64", ROWS=1, PAIRS=256, INVERSE=True)
+    yield _rope("bf16, fresh", "bf16", "bf16", TOKENS=1, HEADS=4, PAIRS=256)
+    yield _rope("bf16, fp32 tables, in place", "bf16", "fp32", TOKENS=2, HEADS=16, PAIRS=32)
+    yield _rope("fp64, inverse", "fp64", "fp64", "fp64", TOKENS=1, HEADS=1, PAIRS=256, INVERSE=True)
     for width, rows, warps in ((512, 8, 8), (8192, 1, 16)):
         yield _norm(f"{width} forward", "_forward_kernel", "bf16", warps=warps, ROWS=rows, WIDTH=width)
         yield _norm(f"{width} unweighted", "_forward_kernel", "bf16", None, warps=warps, ROWS=rows, WIDTH=width)
@@ -90,6 +93,12 @@ def _cases():
         yield _norm(f"{width} backward unweighted", "_backward_kernel", "fp32", None, warps=warps, ROWS=1, WIDTH=width)
     yield _norm("normalized", "_forward_kernel", "bf16", ROUNDING="normalized", ROWS=8, WIDTH=512)
     yield _norm("fp64", "_backward_kernel", "fp64", "fp64", "fp64", ROWS=4, WIDTH=512)
+
+
+    yield ArchCase(
+        "rms_norm reduce", "rms_norm.triton", "_reduce_kernel", {"partial_ptr": "*fp32", "dweight_ptr": "*fp32"},
+        dict(ACC=_tl().float32, ROWS=64, COLUMNS=64), any=frozenset({"programs"}),
+    )  # fmt: skip
 
 
 CASES = tuple(_cases())

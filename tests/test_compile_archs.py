@@ -35,7 +35,7 @@ target = GPUTarget(*json.loads(sys.argv[3]))
 done = set()
 for case in CASES:
     kernel = getattr(importlib.import_module(f"{dsv4.__name__}.{case.module}"), case.kernel)
-    signature, constants, attributes = case.specialise(kernel)
+    signature, constants, attributes = case.specialise(kernel, target.arch)
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=target, options=dict(num_warps=case.num_warps))
     binary = compiled.asm["hsaco" if target.backend == "hip" else "cubin"]

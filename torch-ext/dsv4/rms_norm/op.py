@@ -5,6 +5,7 @@ import torch
 from .._ops import add_op_namespace_prefix, ops
 from ..common.checks import check_float, check_same_device
 from ..common.dispatch import Backends
+from ..common.eager import is_eager
 
 BACKENDS = Backends(__package__, "triton", "reference")
 ROUNDINGS = ("once", "normalized", "scale")
@@ -39,6 +40,15 @@ def rms_norm(
 
     Source: Zhang & Sennrich 2019; transformers `modeling_deepseek_v4.DeepseekV4RMSNorm`.
     """
+    if not (is_eager(x) if weight is None else is_eager(x, weight)):
+        _check(x, weight, rounding)
+        return ops.rms_norm(x, weight, eps, rounding)
+    if torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)):
+        return _RmsNorm.apply(x, weight, eps, rounding)
+    return _rms_norm(x, weight, eps, rounding)
+
+
+def _check(x, weight, rounding):
     check_float("x", x)
     if x.dim() == 0:
         raise ValueError("x must have at least one dimension, got a scalar")
@@ -51,7 +61,37 @@ def rms_norm(
             raise ValueError(f"weight must have shape ({x.shape[-1]},), x's last dimension, got {tuple(weight.shape)}")
         if rounding == "scale":
             raise ValueError("rounding='scale' is the unweighted norm's and takes no weight")
-    return ops.rms_norm(x, weight, eps, rounding)
+
+
+def _rms_norm(x, weight, eps, rounding):
+    key = (*_key(x, weight), eps, rounding)
+    launch = BACKENDS.prepared.get(key)
+    if launch is None:
+        _check(x, weight, rounding)
+        out = _empty(x, weight, rounding)
+        launch = BACKENDS.remember(key, BACKENDS.choose(x, out).prepare_forward(x, weight, out, eps, rounding))
+    out = _empty(x, weight, rounding)
+    launch(x, weight, out)
+    return out
+
+
+def _rms_norm_backward(dout, x, weight, eps):
+    key = (*_key(x, weight), dout.stride(), dout.dtype, eps)
+    launch = BACKENDS.prepared.get(key)
+    if launch is None:
+        dx, dweight = _empty_backward(x, weight)
+        backend = BACKENDS.choose(x, dout, dx)
+        launch = BACKENDS.remember(key, backend.prepare_backward(x, weight, dout, dx, dweight, eps))
+    dx, dweight = _empty_backward(x, weight)
+    launch(x, weight, dout, dx, dweight)
+    return dx, dweight
+
+
+def _key(x, weight):
+    """All that the checks and the launch depend on but the data and its alignment."""
+    if weight is None:
+        return x.shape, x.stride(), x.dtype, x.device
+    return x.shape, x.stride(), x.dtype, x.device, weight.shape, weight.stride(), weight.dtype, weight.device
 
 
 def _empty(x, weight, rounding):
@@ -60,31 +100,33 @@ def _empty(x, weight, rounding):
     return torch.empty_like(x)
 
 
-def _rms_norm(x, weight, eps, rounding):
-    out = _empty(x, weight, rounding)
-    BACKENDS.choose(x, out).rms_norm_into(out, x, weight, eps, rounding)
-    return out
-
-
 def _empty_backward(x, weight):
-    return torch.empty_like(x), x.new_empty(0) if weight is None else torch.empty_like(weight)
+    dweight = x.new_empty(0) if weight is None else torch.empty_like(weight, memory_format=torch.contiguous_format)
+    return torch.empty_like(x), dweight
 
 
-def _rms_norm_backward(dout, x, weight, eps):
-    dx, dweight = _empty_backward(x, weight)
-    BACKENDS.choose(x, dout, dx).rms_norm_backward_into(dx, dweight, dout, x, weight, eps)
-    return dx, dweight
-
-
-def _setup_context(ctx, inputs, output):
-    x, weight, ctx.eps, _ = inputs
+def _save(ctx, x, weight, eps):
+    ctx.eps = eps
     ctx.save_for_backward(x, weight)
 
 
 def _backward(ctx, dout):
     x, weight = ctx.saved_tensors
-    dx, dweight = ops.rms_norm_backward(dout, x, weight, ctx.eps)
+    # With create_graph the dispatcher must see the op: its derivative is refused there.
+    backward = _rms_norm_backward if is_eager(dout) and not torch.is_grad_enabled() else ops.rms_norm_backward
+    dx, dweight = backward(dout, x, weight, ctx.eps)
     return dx, None if weight is None else dweight, None, None
+
+
+class _RmsNorm(torch.autograd.Function):
+    """The registered op's autograd formula without the dispatcher."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps, rounding):
+        _save(ctx, x, weight, eps)
+        return _rms_norm(x, weight, eps, rounding)
+
+    backward = staticmethod(_backward)
 
 
 DEVICES = ("cpu", "cuda", "xpu")
@@ -96,7 +138,9 @@ torch.library.impl(add_op_namespace_prefix("rms_norm"), DEVICES, _rms_norm)
 torch.library.register_fake(
     add_op_namespace_prefix("rms_norm"), lambda x, weight, eps, rounding: _empty(x, weight, rounding)
 )
-torch.library.register_autograd(add_op_namespace_prefix("rms_norm"), _backward, setup_context=_setup_context)
+torch.library.register_autograd(
+    add_op_namespace_prefix("rms_norm"), _backward, setup_context=lambda ctx, inputs, output: _save(ctx, *inputs[:3])
+)
 
 torch.library.define(
     add_op_namespace_prefix("rms_norm_backward"), "(Tensor dout, Tensor x, Tensor? weight, float eps) -> (Tensor, Tensor)"

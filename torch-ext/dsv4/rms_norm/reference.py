@@ -24,16 +24,25 @@ def rms_norm(x, weight, eps, rounding):
     return (weight.to(acc) * normalized).to(x.dtype)
 
 
-def rms_norm_into(out, x, weight, eps, rounding):
-    out.copy_(rms_norm(x, weight, eps, rounding))
-
-
-def rms_norm_backward_into(dx, dweight, dout, x, weight, eps):
+def rms_norm_backward(x, weight, dout, eps):
     """dx = r * (w dout - x r^2 mean(w dout x)), dweight = sum over rows of dout x r, with r = rsqrt(mean(x^2) + eps)."""
     acc = torch.float64 if x.dtype == torch.float64 else torch.float32
     dout, x_acc = dout.to(acc), x.to(acc)
     scale = torch.rsqrt(x_acc.square().mean(-1, keepdim=True) + eps)
     weighted = dout if weight is None else dout * weight.to(acc)
-    dx.copy_(scale * (weighted - x_acc * scale.square() * (weighted * x_acc).mean(-1, keepdim=True)))
-    if weight is not None:
-        dweight.copy_((dout * x_acc * scale).reshape(-1, x.shape[-1]).sum(0))
+    dx = scale * (weighted - x_acc * scale.square() * (weighted * x_acc).mean(-1, keepdim=True))
+    return dx, None if weight is None else (dout * x_acc * scale).reshape(-1, x.shape[-1]).sum(0)
+
+
+def prepare_forward(x, weight, out, eps, rounding):
+    return lambda x, weight, out: out.copy_(rms_norm(x, weight, eps, rounding))
+
+
+def prepare_backward(x, weight, dout, dx, dweight, eps):
+    def call(x, weight, dout, dx, dweight):
+        grads = rms_norm_backward(x, weight, dout, eps)
+        dx.copy_(grads[0])
+        if weight is not None:
+            dweight.copy_(grads[1])
+
+    return call

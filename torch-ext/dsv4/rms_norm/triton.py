@@ -4,9 +4,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common import device
+from ..common.device import why_not_triton
+from ..common.launch import Launch
 from ..common.rows import MAX_DIMS, merge_rows, pad_dims
-from .configs import MAX_WIDTH, choose_config
+from ..common.tiles import follow_previous_kernel
+from .configs import MAX_WIDTH, choose_backward_config, choose_config
+
+REDUCED_COLUMNS = 64  # weight gradient columns that one program of the second pass adds up
 
 
 def why_not(x, *others):
@@ -14,87 +18,73 @@ def why_not(x, *others):
         return f"rows of {x.shape[-1]} channels are wider than {MAX_WIDTH}"
     if len(_merge(x, *others)[0]) > MAX_DIMS:
         return f"the leading dimensions (strides {x.stride()[:-1]}) don't merge into {MAX_DIMS}"
-    return device.why_not_triton(x)
+    return why_not_triton(x)
 
 
-def rms_norm_into(out, x, weight, eps, rounding):
+def prepare_forward(x, weight, out, eps, rounding):
+    """A launch that writes the norm of x to `out`."""
     if x.numel() == 0:
-        return
+        return lambda x, weight, out: None
     sizes, x_rows, out_rows = (pad_dims(dims, fill) for dims, fill in zip(_merge(x, out), (1, 0, 0)))
     rows, width = x.numel() // x.shape[-1], x.shape[-1]
-    config = choose_config(rows, width)
-    with device.launch_on(x):
-        _forward_kernel[(triton.cdiv(rows, config.rows),)](
-            x,
-            weight,
-            out,
-            rows,
-            *sizes[1:],
-            width,
-            *x_rows,
-            x.stride(-1),
-            *out_rows,
-            out.stride(-1),
-            0 if weight is None else weight.stride(0),
-            eps,
-            ROUNDING=rounding,
-            ACC=_acc(x),
-            ROWS=config.rows,
-            WIDTH=config.width,
-            num_warps=config.num_warps,
-        )
+    config = choose_config(width)
+    return Launch(
+        _forward_kernel,
+        triton.cdiv(rows, config.rows),
+        (
+            *(rows, sizes[1], sizes[2], width),
+            *(*x_rows, x.stride(-1), *out_rows, out.stride(-1), 0 if weight is None else weight.stride(0), eps),
+        ),
+        dict(ROUNDING=rounding, ACC=_acc(x), ROWS=config.rows, WIDTH=config.width),
+        x.device,
+        num_warps=config.num_warps,
+        enable_fp_fusion=False,
+    )
 
 
-def rms_norm_backward_into(dx, dweight, dout, x, weight, eps):
+def prepare_backward(x, weight, dout, dx, dweight, eps):
+    """Launches that write dx and, over partial sums in a fixed order, dweight."""
     if x.numel() == 0:
-        if weight is not None:
-            dweight.zero_()
-        return
+        return lambda x, weight, dout, dx, dweight: None if weight is None else dweight.zero_()
     merged = _merge(x, dout, dx)
-    sizes, x_rows, dout_rows, dx_rows = (pad_dims(dims, fill) for dims, fill in zip(merged, (1, 0, 0, 0)))
+    sizes, *strides = (pad_dims(dims, fill) for dims, fill in zip(merged, (1, 0, 0, 0)))
     rows, width = x.numel() // x.shape[-1], x.shape[-1]
-    config = choose_config(rows, width, backward=True)
+    config = choose_backward_config(width, x.element_size())
     tiles = triton.cdiv(rows, config.rows)
+    programs = tiles if weight is None else min(tiles, config.programs)
+    row_strides = [step for dims, tensor in zip(strides, (x, dout, dx)) for step in (*dims, tensor.stride(-1))]
+    main = Launch(
+        _backward_kernel,
+        programs,
+        (rows, sizes[1], sizes[2], width, tiles, *row_strides, 0 if weight is None else weight.stride(0), eps),
+        dict(ACC=_acc(x), ROWS=config.rows, WIDTH=config.width, STAGES=config.stages),
+        x.device,
+        num_warps=config.num_warps,
+        enable_fp_fusion=False,
+    )
     if weight is None:
-        programs, partial = tiles, None
-    else:
-        programs = config.programs
-        partial = torch.empty(programs, width, dtype=_torch_acc(x), device=x.device)
-    with device.launch_on(x):
-        _backward_kernel[(programs,)](
-            x,
-            weight,
-            dout,
-            dx,
-            partial,
-            rows,
-            *sizes[1:],
-            width,
-            triton.cdiv(tiles, programs),
-            *x_rows,
-            x.stride(-1),
-            *dout_rows,
-            dout.stride(-1),
-            *dx_rows,
-            dx.stride(-1),
-            0 if weight is None else weight.stride(0),
-            eps,
-            ACC=_acc(x),
-            ROWS=config.rows,
-            WIDTH=config.width,
-            num_warps=config.num_warps,
-        )
-    if weight is not None:
-        # Each program owns fixed rows and torch.sum has a fixed order: the same bits on every run.
-        dweight.copy_(partial.sum(0))
+        return lambda x, weight, dout, dx, dweight: main(x, None, dout, dx, None)
+    reduce = Launch(
+        _reduce_kernel,
+        triton.cdiv(width, REDUCED_COLUMNS),
+        (programs, width),
+        dict(ACC=_acc(x), ROWS=64, COLUMNS=REDUCED_COLUMNS),
+        x.device,
+        num_warps=4,
+    )
+    acc = torch.float64 if x.dtype == torch.float64 else torch.float32
+
+    def call(x, weight, dout, dx, dweight):
+        # Each program owns fixed rows and the second pass has a fixed order: the same bits on every run.
+        partial = torch.empty(programs, width, dtype=acc, device=x.device)
+        main(x, weight, dout, dx, partial)
+        reduce(partial, dweight)
+
+    return call
 
 
 def _merge(*tensors):
     return merge_rows(tensors[0].shape[:-1], *(tensor.stride()[:-1] for tensor in tensors))
-
-
-def _torch_acc(x):
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _acc(x):
@@ -141,12 +131,17 @@ def _forward_kernel(
     ACC: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     col = tl.arange(0, WIDTH)[None, :]
     mask = (row < rows) & (col < width)
+    follow_previous_kernel(PDL)
     x_row = x_ptr + _row_offset(row, size1, size2, x_0, x_1, x_2)
     x = tl.load(x_row + col * x_channel, mask=mask, other=0.0)
+    # In flight together with x: after the sum its latency would be added.
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + col * weight_channel, mask=col < width, other=0.0)
     x_acc = x.to(ACC)
     # scale = rsqrt(mean(x^2) + eps)
     scale = _scale(x_acc, width, eps, ACC)
@@ -158,13 +153,12 @@ def _forward_kernel(
     if ROUNDING == "normalized":
         normalized = normalized.to(x.dtype).to(ACC)
     if weight_ptr is not None:
-        weight = tl.load(weight_ptr + col * weight_channel, mask=col < width, other=0.0)
         normalized = weight.to(ACC) * normalized
     out_row = out_ptr + _row_offset(row, size1, size2, out_0, out_1, out_2)
     tl.store(out_row + col * out_channel, normalized.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["rows", "size1", "size2", "tiles_per_program"])
+@triton.jit(do_not_specialize=["rows", "size1", "size2", "tiles"])
 def _backward_kernel(
     x_ptr,  # [rows, D], rows in three dimensions
     weight_ptr,  # [D] or None
@@ -175,7 +169,7 @@ def _backward_kernel(
     size1,
     size2,
     width,  # D
-    tiles_per_program,
+    tiles,
     x_0,
     x_1,
     x_2,
@@ -193,25 +187,28 @@ def _backward_kernel(
     ACC: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    follow_previous_kernel(PDL)
     program = tl.program_id(0)
     col = tl.arange(0, WIDTH)[None, :]
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + col * weight_channel, mask=col < width, other=0.0).to(ACC)
-        dweight = tl.zeros([1, WIDTH], ACC)
-    for tile in range(tiles_per_program):
-        row = ((program * tiles_per_program + tile) * ROWS + tl.arange(0, ROWS))[:, None]
+        dweight = tl.zeros([ROWS, WIDTH], ACC)
+    for tile in tl.range(program, tiles, tl.num_programs(0), num_stages=STAGES):
+        row = (tile * ROWS + tl.arange(0, ROWS))[:, None]
         mask = (row < rows) & (col < width)
         x_row = x_ptr + _row_offset(row, size1, size2, x_0, x_1, x_2)
         dout_row = dout_ptr + _row_offset(row, size1, size2, dout_0, dout_1, dout_2)
         x = tl.load(x_row + col * x_channel, mask=mask, other=0.0).to(ACC)
         dout = tl.load(dout_row + col * dout_channel, mask=mask, other=0.0).to(ACC)
-        scale = _scale(x, width, eps, ACC)
         # Rows past the end are zeros: with eps 0 their scale is infinite and 0 * inf would reach dweight.
-        normalized = tl.where(row < rows, x * scale, 0.0)
+        scale = tl.where(row < rows, _scale(x, width, eps, ACC), 0.0)
+        normalized = x * scale
         # dweight = sum over rows of dout * x * scale
         if weight_ptr is not None:
-            dweight += tl.sum(dout * normalized, 0, keep_dims=True)
+            dweight += dout * normalized
             dout = dout * weight
         # dx = scale * (w dout - x scale^2 mean(w dout x))
         mean = tl.sum(dout * normalized, 1, keep_dims=True) / width
@@ -219,4 +216,26 @@ def _backward_kernel(
         dx_row = dx_ptr + _row_offset(row, size1, size2, dx_0, dx_1, dx_2)
         tl.store(dx_row + col * dx_channel, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if weight_ptr is not None:
-        tl.store(partial_ptr + program.to(tl.int64) * width + col, dweight, mask=col < width)
+        total = tl.sum(dweight, 0, keep_dims=True)
+        tl.store(partial_ptr + program.to(tl.int64) * width + col, total, mask=col < width)
+
+
+@triton.jit(do_not_specialize=["programs"])
+def _reduce_kernel(
+    partial_ptr,  # [programs, D]
+    dweight_ptr,  # [D]
+    programs,
+    width,  # D
+    ACC: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    follow_previous_kernel(PDL)
+    col = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    total = tl.zeros([ROWS, COLUMNS], ACC)
+    for first in range(0, programs, ROWS):
+        row = (first + tl.arange(0, ROWS))[:, None]
+        total += tl.load(partial_ptr + row * width + col, mask=(row < programs) & (col < width), other=0.0)
+    dweight = tl.sum(total, 0, keep_dims=True)
+    tl.store(dweight_ptr + col, dweight.to(dweight_ptr.dtype.element_ty), mask=col < width)

@@ -3,14 +3,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RopeConfig:
-    rows: int  # heads of one or several tokens that one program rotates
-    pairs: int  # channel pairs of a row that one program holds, a power of two
+    tokens: int  # tokens of a tile
+    heads: int  # heads of a tile
+    pairs: int  # channel pairs of a tile, a power of two
     num_warps: int
 
 
-def choose_config(channels: int, element_size: int) -> RopeConfig:
-    """Tile for rows of which `channels` channels are read and written."""
+def choose_config(heads: int, channels: int, element_size: int) -> RopeConfig:
+    """Tile for tokens of `heads` heads, of which `channels` channels are read and written.
+
+    2 KB a tile and 64 threads are two 16-byte loads in flight for each: benchmarks/NOTES.md.
+    """
     pairs = 1 << max(0, (channels + 1) // 2 - 1).bit_length()
-    # 4 KB a program is two 16-byte loads in flight for each of 128 threads.
-    rows = max(1, 4096 // (2 * pairs * element_size))
-    return RopeConfig(rows, pairs, num_warps=4)
+    rows = max(1, 2048 // (2 * pairs * element_size))
+    tile_heads = min(rows, 1 << (heads - 1).bit_length())
+    return RopeConfig(rows // tile_heads, tile_heads, pairs, num_warps=2)

@@ -3,8 +3,9 @@
 import torch
 
 from .._ops import add_op_namespace_prefix, ops
-from ..common.checks import check_float, check_same_device, overlaps_itself, share_memory
+from ..common.checks import check_float, check_same_device, overlaps_itself, span
 from ..common.dispatch import Backends
+from ..common.eager import is_eager
 
 BACKENDS = Backends(__package__, "triton", "reference")
 
@@ -36,8 +37,7 @@ def apply_rotary_pos_emb(
 
     Source: DeepSeek-V4 inference code `apply_rotary_emb`; transformers `modeling_deepseek_v4.apply_rotary_pos_emb`.
     """
-    _check(x, cos, sin, unsqueeze_dim)
-    return ops.rope(x, cos, sin, unsqueeze_dim, inverse, False)
+    return _rotate(x, cos, sin, unsqueeze_dim, inverse, False)
 
 
 def apply_rotary_pos_emb_(
@@ -48,8 +48,12 @@ def apply_rotary_pos_emb_(
     Arguments and errors as there; in addition x must not overlap itself (an expanded view), cos or sin, and must not
     be a leaf that requires grad (ValueError). Autograd sees an ordinary in-place operation.
     """
+    needs_grad = torch.is_grad_enabled() and isinstance(x, torch.Tensor) and x.requires_grad
+    if is_eager(x, cos, sin) and not needs_grad:
+        _rope_(x, cos, sin, unsqueeze_dim, inverse)
+        return x
     _check(x, cos, sin, unsqueeze_dim)
-    if torch.is_grad_enabled() and x.requires_grad:
+    if needs_grad:
         if x.is_leaf:
             raise ValueError("x is a leaf that requires grad and can't be rotated in place; pass a clone or use torch.no_grad")
         return _RopeInPlace.apply(x, cos, sin, unsqueeze_dim, inverse)
@@ -81,31 +85,70 @@ def _check(x, cos, sin, unsqueeze_dim):
         raise ValueError(f"cos and sin hold {cos.shape[2]} pairs, which is not between 1 and half of x's {width} channels")
 
 
+def _rotate(x, cos, sin, unsqueeze_dim, inverse, transposed):
+    if not is_eager(x, cos, sin):
+        _check(x, cos, sin, unsqueeze_dim)
+        return ops.rope(x, cos, sin, unsqueeze_dim, inverse, transposed)
+    if x.requires_grad and torch.is_grad_enabled():
+        return _Rope.apply(x, cos, sin, unsqueeze_dim, inverse, transposed)
+    return _rope(x, cos, sin, unsqueeze_dim, inverse, transposed)
+
+
 def _rope(x, cos, sin, unsqueeze_dim, inverse, transposed):
+    key = _key(x, cos, sin, unsqueeze_dim, inverse, transposed)
+    launch = BACKENDS.prepared.get(key)
+    if launch is None:
+        _check(x, cos, sin, unsqueeze_dim)
+        backend, out = BACKENDS.choose(x), _empty(x, transposed)
+        launch = BACKENDS.remember(key, backend.prepare_rope(x, cos, sin, unsqueeze_dim, inverse, out))
     out = _empty(x, transposed)
-    BACKENDS.choose(x, cos, sin).rope_into(out, x, cos, sin, unsqueeze_dim, inverse)
+    launch(x, cos, sin, out)
     return out
 
 
 def _rope_(x, cos, sin, unsqueeze_dim, inverse):
-    # Here and not in the public function: under torch.compile the comparison of strides would be a guard per length.
-    if overlaps_itself(x):
-        raise ValueError(f"x has overlapping elements (strides {tuple(x.stride())}) and can't be rotated in place")
-    for name, table in (("cos", cos), ("sin", sin)):
-        if share_memory(table, x):
-            raise ValueError(f"{name} shares memory with x, which would be overwritten while it is read")
-    BACKENDS.choose(x, cos, sin).rope_into(x, x, cos, sin, unsqueeze_dim, inverse)
+    key = _key(x, cos, sin, unsqueeze_dim, inverse, "in place")
+    call = BACKENDS.prepared.get(key)
+    if call is None:
+        _check(x, cos, sin, unsqueeze_dim)
+        # Not in the public function: under torch.compile the comparison of strides would be a guard per length.
+        if overlaps_itself(x):
+            raise ValueError(f"x has overlapping elements (strides {tuple(x.stride())}) and can't be rotated in place")
+        call = BACKENDS.remember(key, _prepare_in_place(x, cos, sin, unsqueeze_dim, inverse))
+    call(x, cos, sin)
+
+
+def _prepare_in_place(x, cos, sin, unsqueeze_dim, inverse):
+    launch = BACKENDS.choose(x).prepare_rope(x, cos, sin, unsqueeze_dim, inverse, x)
+    x_span, cos_span, sin_span = span(x), span(cos), span(sin)
+
+    def call(x, cos, sin):
+        start = x.data_ptr()
+        for name, table, table_span in (("cos", cos.data_ptr(), cos_span), ("sin", sin.data_ptr(), sin_span)):
+            if start < table + table_span and table < start + x_span:
+                raise ValueError(f"{name} shares memory with x, which would be overwritten while it is read")
+        launch(x, cos, sin, x)
+
+    return call
+
+
+def _key(x, cos, sin, *rest):
+    """All that the checks and the launch depend on but the data and its alignment."""
+    return (
+        *(x.shape, x.stride(), x.dtype, x.device, cos.shape, cos.stride(), cos.dtype, cos.device),
+        *(sin.shape, sin.stride(), sin.dtype, sin.device, *rest),
+    )
 
 
 def _empty(x, transposed):
     """A fresh tensor like x, contiguous, or with dimensions 1 and 2 swapped in memory."""
     if transposed:
         return x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2)
-    return x.new_empty(x.shape)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _setup_context(ctx, inputs, output):
-    x, cos, sin, ctx.unsqueeze_dim, ctx.inverse, _ = inputs
+def _save(ctx, x, cos, sin, unsqueeze_dim, inverse):
+    ctx.unsqueeze_dim, ctx.inverse = unsqueeze_dim, inverse
     # dx goes to the memory order of x: the view's backward then needs no copy before the projection's GEMM.
     ctx.transposed = x.stride(1) < x.stride(2)
     ctx.save_for_backward(cos, sin)
@@ -113,7 +156,18 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, dout):
     cos, sin = ctx.saved_tensors
-    return ops.rope(dout, cos, sin, ctx.unsqueeze_dim, not ctx.inverse, ctx.transposed), None, None, None, None, None
+    return _rotate(dout, cos, sin, ctx.unsqueeze_dim, not ctx.inverse, ctx.transposed), None, None, None, None, None
+
+
+class _Rope(torch.autograd.Function):
+    """The registered op's autograd formula without the dispatcher."""
+
+    @staticmethod
+    def forward(ctx, x, cos, sin, unsqueeze_dim, inverse, transposed):
+        _save(ctx, x, cos, sin, unsqueeze_dim, inverse)
+        return _rope(x, cos, sin, unsqueeze_dim, inverse, transposed)
+
+    backward = staticmethod(_backward)
 
 
 class _RopeInPlace(torch.autograd.Function):
@@ -121,16 +175,14 @@ class _RopeInPlace(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, cos, sin, unsqueeze_dim, inverse):
-        ctx.unsqueeze_dim, ctx.inverse = unsqueeze_dim, inverse
-        ctx.save_for_backward(cos, sin)
+        _save(ctx, x, cos, sin, unsqueeze_dim, inverse)
         ctx.mark_dirty(x)
         ops.rope_(x, cos, sin, unsqueeze_dim, inverse)
         return x
 
     @staticmethod
     def backward(ctx, dout):
-        cos, sin = ctx.saved_tensors
-        return ops.rope(dout, cos, sin, ctx.unsqueeze_dim, not ctx.inverse, False), None, None, None, None
+        return _backward(ctx, dout)[:5]
 
 
 DEVICES = ("cpu", "cuda", "xpu")
@@ -143,7 +195,9 @@ torch.library.impl(add_op_namespace_prefix("rope"), DEVICES, _rope)
 torch.library.register_fake(
     add_op_namespace_prefix("rope"), lambda x, cos, sin, unsqueeze_dim, inverse, transposed: _empty(x, transposed)
 )
-torch.library.register_autograd(add_op_namespace_prefix("rope"), _backward, setup_context=_setup_context)
+torch.library.register_autograd(
+    add_op_namespace_prefix("rope"), _backward, setup_context=lambda ctx, inputs, output: _save(ctx, *inputs[:5])
+)
 
 torch.library.define(
     add_op_namespace_prefix("rope_"), "(Tensor(a!) x, Tensor cos, Tensor sin, int unsqueeze_dim, bool inverse) -> ()"

@@ -7,7 +7,7 @@ Source: DeepSeek-V4 inference code, `apply_rotary_emb` on the trailing `rope_hea
 import torch
 
 
-def why_not(x, cos, sin):
+def why_not(x, *_):
     return None if x.device.type == "cpu" else "the reference serves CPU tensors only"
 
 
@@ -23,5 +23,5 @@ def rope(x, cos, sin, unsqueeze_dim=1, inverse=False):
     return torch.cat((x[..., :nope], rotated.to(x.dtype)), -1)
 
 
-def rope_into(out, x, cos, sin, unsqueeze_dim, inverse):
-    out.copy_(rope(x, cos, sin, unsqueeze_dim, inverse))
+def prepare_rope(x, cos, sin, unsqueeze_dim, inverse, out):
+    return lambda x, cos, sin, out: out.copy_(rope(x, cos, sin, unsqueeze_dim, inverse))

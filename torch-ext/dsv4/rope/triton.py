@@ -4,55 +4,49 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common import device
+from ..common.device import why_not_triton
+from ..common.launch import Launch
+from ..common.tiles import follow_previous_kernel
 from .configs import choose_config
 
 
-def why_not(x, cos, sin):
-    return device.why_not_triton(x)
+def why_not(x, *_):
+    return why_not_triton(x)
 
 
-def rope_into(out, x, cos, sin, unsqueeze_dim, inverse):
-    """Write rope(x) to `out`, which has x's shape; with `out is x` only the rotary channels are touched."""
+def prepare_rope(x, cos, sin, unsqueeze_dim, inverse, out):
+    """A launch that writes rope(x) to `out`, of x's shape; with `out is x` only the rotary channels are touched."""
     if x.numel() == 0:
-        return
+        return lambda x, cos, sin, out: None
     head_dim, token_dim = (1, 2) if unsqueeze_dim == 1 else (2, 1)
     batch, heads, tokens, width = x.shape[0], x.shape[head_dim], x.shape[token_dim], x.shape[3]
     nope = width - 2 * cos.shape[2]
     # Columns start at a whole number of pairs before the rotary part: at 0, at -1 (masked) if `nope` is odd.
     first = nope if out is x else -(nope % 2)
-    config = choose_config(width - first, x.element_size())
-    rows = batch * heads * tokens
-    x_strides, out_strides = x.stride(), out.stride()
-    with device.launch_on(x):
-        _rope_kernel[(triton.cdiv(rows, config.rows),)](
-            x,
-            cos,
-            sin,
-            out,
-            rows,
-            heads,
-            tokens,
-            width,
-            cos.shape[2],
-            first,
-            (first - nope) // 2,
-            x_strides[0],
-            x_strides[token_dim],
-            x_strides[head_dim],
-            x_strides[3],
-            out_strides[0],
-            out_strides[token_dim],
-            out_strides[head_dim],
-            out_strides[3],
+    config = choose_config(heads, width - first, x.element_size())
+    head_tiles, token_tiles = triton.cdiv(heads, config.heads), triton.cdiv(tokens, config.tokens)
+    strides = [tensor.stride(dim) for tensor in (x, out) for dim in (0, token_dim, head_dim, 3)]
+    return Launch(
+        _rope_kernel,
+        batch * token_tiles * head_tiles,
+        (
+            *(heads, tokens, head_tiles, token_tiles, width, cos.shape[2], first, (first - nope) // 2),
+            *strides,
             *_table_strides(cos),
             *_table_strides(sin),
+        ),
+        dict(
             INVERSE=inverse,
             ACC=tl.float64 if x.dtype == torch.float64 else tl.float32,
-            ROWS=config.rows,
+            TOKENS=config.tokens,
+            HEADS=config.heads,
             PAIRS=config.pairs,
-            num_warps=config.num_warps,
-        )
+        ),
+        x.device,
+        num_warps=config.num_warps,
+        # Each product is rounded, as in transformers: the same bits for every layout, and those of its eager code.
+        enable_fp_fusion=False,
+    )
 
 
 def _table_strides(table):
@@ -60,15 +54,16 @@ def _table_strides(table):
     return [0 if size == 1 else stride for size, stride in zip(table.shape[:2], table.stride())] + [table.stride(2)]
 
 
-@triton.jit(do_not_specialize=["rows", "heads", "tokens"])
+@triton.jit(do_not_specialize=["heads", "tokens", "head_tiles", "token_tiles"])
 def _rope_kernel(
     x_ptr,  # [B, T, H, D], in any layout
     cos_ptr,  # [B, T, P]
     sin_ptr,  # [B, T, P]
     out_ptr,  # [B, T, H, D]
-    rows,  # B * T * H
-    heads,
-    tokens,
+    heads,  # H
+    tokens,  # T
+    head_tiles,
+    token_tiles,
     width,  # D
     pairs,  # P
     first_col,  # column of the tile's first channel; -1 when D - 2P is odd
@@ -89,37 +84,40 @@ def _rope_kernel(
     sin_pair,
     INVERSE: tl.constexpr,
     ACC: tl.constexpr,
-    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    # Heads vary fastest: a tile reads one token's heads, which lie together in the model's [B, T, H, D] memory.
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    in_rows = (row < rows)[:, None]
-    position = row // heads
+    # Heads vary fastest: neighbouring programs read one token's heads, which lie together in the model's memory.
+    tile = tl.program_id(0)
+    position = tile // head_tiles
+    head = ((tile % head_tiles) * HEADS + tl.arange(0, HEADS))[None, :, None]
+    token = ((position % token_tiles) * TOKENS + tl.arange(0, TOKENS))[:, None, None]
     # 64-bit before any product with a stride: 64 heads x 512 channels x 65,536 tokens is 2^31.
-    head = (row % heads).to(tl.int64)[:, None]
-    token = (position % tokens).to(tl.int64)[:, None]
-    batch = (position // tokens).to(tl.int64)[:, None]
+    batch = (position // token_tiles).to(tl.int64)
+    head_64, token_64 = head.to(tl.int64), token.to(tl.int64)
 
-    col = (first_col + tl.arange(0, 2 * PAIRS))[None, :]
-    mask = in_rows & (col >= 0) & (col < width)
-    x_row = x_ptr + batch * x_batch + token * x_token + head * x_head
+    col = (first_col + tl.arange(0, 2 * PAIRS))[None, None, :]
+    mask = (token < tokens) & (head < heads) & (col >= 0) & (col < width)
+    follow_previous_kernel(PDL)
+    x_row = x_ptr + batch * x_batch + token_64 * x_token + head_64 * x_head
     x = tl.load(x_row + col * x_channel, mask=mask)
 
-    pair = (first_pair + tl.arange(0, PAIRS))[None, :]
-    rotary = in_rows & (pair >= 0) & (pair < pairs)
-    cos = tl.load(cos_ptr + batch * cos_batch + token * cos_token + pair * cos_pair, mask=rotary).to(ACC)
-    sin = tl.load(sin_ptr + batch * sin_batch + token * sin_token + pair * sin_pair, mask=rotary).to(ACC)
+    pair = (first_pair + tl.arange(0, PAIRS))[None, None, :]
+    rotary = (token < tokens) & (pair >= 0) & (pair < pairs)
+    cos = tl.load(cos_ptr + batch * cos_batch + token_64 * cos_token + pair * cos_pair, mask=rotary).to(ACC)
+    sin = tl.load(sin_ptr + batch * sin_batch + token_64 * sin_token + pair * sin_pair, mask=rotary).to(ACC)
     # if inverse: sin = -sin
     if INVERSE:
         sin = -sin
 
     # even, odd = x[..., nope::2], x[..., nope + 1 :: 2]
-    even, odd = tl.split(tl.reshape(x, [ROWS, PAIRS, 2]))
+    even, odd = tl.split(tl.reshape(x, [TOKENS, HEADS, PAIRS, 2]))
     even_acc, odd_acc = even.to(ACC), odd.to(ACC)
     # rotated = (even * cos - odd * sin, odd * cos + even * sin); the leading channels pass through bit for bit
     new_even = tl.where(rotary, (even_acc * cos - odd_acc * sin).to(x.dtype), even)
     new_odd = tl.where(rotary, (odd_acc * cos + even_acc * sin).to(x.dtype), odd)
-    out = tl.reshape(tl.join(new_even, new_odd), [ROWS, 2 * PAIRS])
-    out_row = out_ptr + batch * out_batch + token * out_token + head * out_head
+    out = tl.reshape(tl.join(new_even, new_odd), [TOKENS, HEADS, 2 * PAIRS])
+    out_row = out_ptr + batch * out_batch + token_64 * out_token + head_64 * out_head
     tl.store(out_row + col * out_channel, out, mask=mask)

@@ -1,0 +1,17 @@
+"""Triton helpers that kernels of several ops share."""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def follow_previous_kernel(PDL: tl.constexpr):
+    """Programmatic dependent launch: stands before a kernel's first access to memory.
+
+    The kernel's programs are put on the multiprocessors while the previous kernel drains, wait here until its writes
+    are visible, and let the next kernel do the same: a launch's latency, about 1 us, is hidden.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
