@@ -125,7 +125,7 @@ def test_register_and_kernels_kernelize(dsv4):
     with kernels.use_kernel_mapping({}, inherit_mapping=False):
         dsv4.register_layer_mapping()
         for mode in (Mode.INFERENCE, Mode.TRAINING, Mode.INFERENCE | Mode.TORCH_COMPILE):
-            model = kernels.kernelize(tiny_model(), mode=mode, use_fallback=False)
+            model = kernels.kernelize(tiny_model(), mode=mode)
             assert ours(dsv4, model) == expected_counts(dsv4, model)
         assert ours(dsv4, dsv4.unkernelize(model)) == {}
 

@@ -36,6 +36,39 @@ def test_opcheck(op, only):
     torch.library.opcheck(norm.rms_norm_backward.default, (torch.ones_like(x), x, None, 1e-6), test_utils=tests)
 
 
+def test_meta_tensors_give_meta_results(dsv4):
+    """After the same call on real tensors, too: nothing prepared for those may serve a tensor without memory."""
+    for function, inputs in functions(dsv4).values():
+        arguments = inputs()
+        expected = function(*arguments)
+        out = function(*(argument.to("meta") for argument in arguments))
+        assert out.is_meta and out.shape == expected.shape and out.stride() == expected.stride()
+
+
+def test_modes_and_transforms_see_the_ops(dsv4):
+    """The short way past the dispatcher is for plain calls only."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    x, cos, sin = rope_inputs()
+    dsv4.apply_rotary_pos_emb(x, cos, sin)
+    with Record():
+        dsv4.apply_rotary_pos_emb(x, cos, sin)
+        dsv4.rms_norm(x)
+    assert any(".rope." in name for name in seen) and any(".rms_norm." in name for name in seen)
+    rows = torch.randn(2, 3, 4, device=DEVICE)
+    assert torch.equal(torch.func.vmap(dsv4.rms_norm)(rows), dsv4.rms_norm(rows))
+    # torch.library's autograd does not support torch.func.grad: its error, and no wrong gradient.
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.grad(lambda x: dsv4.rms_norm(x).square().sum())(rows)
+
+
 def functions(dsv4):
     """Each public function as a function of tensors, with an input maker."""
 

@@ -1,5 +1,7 @@
 """RMSNorm: every backend and rounding order against float64, gradients, layouts, bad input."""
 
+import sys
+
 import pytest
 import torch
 from cases import DTYPES, NORM_SHAPES, layouts, poison
@@ -238,3 +240,17 @@ def test_rows_too_wide_are_refused(dsv4, only):
     else:
         with pytest.raises(NotImplementedError, match="triton: rows of 32769 channels are wider than 32768"):
             dsv4.rms_norm(x)
+
+
+@pytest.mark.parametrize("limit", [65536, 101376, 232448])
+@pytest.mark.parametrize("element_size", [2, 4, 8])
+@pytest.mark.parametrize("width", [1, 33, 512, 1024, 4096, 7168, 16384, 32768])
+def test_configs_fit_every_card(op, width, element_size, limit):
+    """CASES B52: the tiles in flight fit into the shared memory; a tile covers the row and its warps the tile."""
+    configs = sys.modules[op("rms_norm").__package__ + ".configs"]
+    backward = configs.choose_backward_config(width, element_size, limit - 4096)
+    # One stage is no pipeline: the tile then stays in registers.
+    assert backward.stages == 1 or backward.stages * 2 * backward.rows * backward.width * element_size <= limit - 4096
+    for config in (backward, configs.choose_config(width)):
+        assert config.width >= width and 1 <= config.num_warps <= 16 and config.rows * config.width >= 32 * config.num_warps
+        assert all(value & (value - 1) == 0 for value in (config.rows, config.width, config.num_warps))

@@ -1,5 +1,7 @@
 """Partial interleaved rotary embedding: every backend against float64, gradients, layouts, bad input."""
 
+import sys
+
 import pytest
 import torch
 from cases import DTYPES, ROPE, RopeCase, layouts, poison, rope_tables
@@ -294,3 +296,13 @@ def test_offsets_past_int32(dsv4, only):
     assert torch.equal(dsv4.apply_rotary_pos_emb(x, cos, sin), expected)
     dsv4.apply_rotary_pos_emb_(x, cos, sin)
     assert torch.equal(x, expected)
+
+
+@pytest.mark.parametrize("element_size", [2, 4, 8])
+@pytest.mark.parametrize("channels", [2, 3, 45, 64, 512, 576])
+@pytest.mark.parametrize("heads", [1, 5, 64, 128])
+def test_config_covers_the_row(op, heads, channels, element_size):
+    config = sys.modules[op("rope").__package__ + ".configs"].choose_config(heads, channels, element_size)
+    assert 2 * config.pairs >= channels
+    assert all(value & (value - 1) == 0 for value in (config.tokens, config.heads, config.pairs, config.num_warps))
+    assert config.heads < 2 * heads and config.tokens * config.heads * 2 * config.pairs * element_size <= 8192

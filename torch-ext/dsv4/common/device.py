@@ -23,6 +23,14 @@ def capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may use; 64 KiB, which every GPU has, where it can't be asked."""
+    if device.type != "cuda":
+        return 65536
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 65536)
+
+
 def launch_on(tensor: torch.Tensor):
     """Context manager that makes the tensor's device the current one: Triton launches on the current device."""
     if tensor.device.type == "cpu":

@@ -90,8 +90,11 @@ def _rms_norm_backward(dout, x, weight, eps):
 def _key(x, weight):
     """All that the checks and the launch depend on but the data and its alignment."""
     if weight is None:
-        return x.shape, x.stride(), x.dtype, x.device
-    return x.shape, x.stride(), x.dtype, x.device, weight.shape, weight.stride(), weight.dtype, weight.device
+        return x.shape, x.stride(), x.dtype, x.get_device()
+    return (
+        *(x.shape, x.stride(), x.dtype, x.get_device()),
+        *(weight.shape, weight.stride(), weight.dtype, weight.get_device()),
+    )
 
 
 def _empty(x, weight, rounding):

@@ -4,12 +4,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.device import why_not_triton
+from ..common.device import shared_memory, why_not_triton
 from ..common.launch import Launch
 from ..common.rows import MAX_DIMS, merge_rows, pad_dims
 from ..common.tiles import follow_previous_kernel
 from .configs import MAX_WIDTH, choose_backward_config, choose_config
 
+REDUCTION_BYTES = 4096  # shared memory that sums over a row need beside the tiles in flight
 REDUCED_COLUMNS = 64  # weight gradient columns that one program of the second pass adds up
 
 
@@ -49,7 +50,7 @@ def prepare_backward(x, weight, dout, dx, dweight, eps):
     merged = _merge(x, dout, dx)
     sizes, *strides = (pad_dims(dims, fill) for dims, fill in zip(merged, (1, 0, 0, 0)))
     rows, width = x.numel() // x.shape[-1], x.shape[-1]
-    config = choose_backward_config(width, x.element_size())
+    config = choose_backward_config(width, x.element_size(), shared_memory(x.device) - REDUCTION_BYTES)
     tiles = triton.cdiv(rows, config.rows)
     programs = tiles if weight is None else min(tiles, config.programs)
     row_strides = [step for dims, tensor in zip(strides, (x, dout, dx)) for step in (*dims, tensor.stride(-1))]

@@ -86,12 +86,12 @@ def _check(x, cos, sin, unsqueeze_dim):
 
 
 def _rotate(x, cos, sin, unsqueeze_dim, inverse, transposed):
-    if not is_eager(x, cos, sin):
-        _check(x, cos, sin, unsqueeze_dim)
-        return ops.rope(x, cos, sin, unsqueeze_dim, inverse, transposed)
-    if x.requires_grad and torch.is_grad_enabled():
-        return _Rope.apply(x, cos, sin, unsqueeze_dim, inverse, transposed)
-    return _rope(x, cos, sin, unsqueeze_dim, inverse, transposed)
+    if is_eager(x, cos, sin):
+        if x.requires_grad and torch.is_grad_enabled():
+            return _Rope.apply(x, cos, sin, unsqueeze_dim, inverse, transposed)
+        return _rope(x, cos, sin, unsqueeze_dim, inverse, transposed)
+    _check(x, cos, sin, unsqueeze_dim)
+    return ops.rope(x, cos, sin, unsqueeze_dim, inverse, transposed)
 
 
 def _rope(x, cos, sin, unsqueeze_dim, inverse, transposed):
@@ -134,16 +134,20 @@ def _prepare_in_place(x, cos, sin, unsqueeze_dim, inverse):
 
 def _key(x, cos, sin, *rest):
     """All that the checks and the launch depend on but the data and its alignment."""
+    # get_device() and not .device: an int instead of an object for each, 1 us less for making, hashing and comparing.
     return (
-        *(x.shape, x.stride(), x.dtype, x.device, cos.shape, cos.stride(), cos.dtype, cos.device),
-        *(sin.shape, sin.stride(), sin.dtype, sin.device, *rest),
+        *(x.shape, x.stride(), x.dtype, x.get_device(), cos.shape, cos.stride(), cos.dtype, cos.get_device()),
+        *(sin.shape, sin.stride(), sin.dtype, sin.get_device(), *rest),
     )
 
 
 def _empty(x, transposed):
     """A fresh tensor like x, contiguous, or with dimensions 1 and 2 swapped in memory."""
     if transposed:
-        return x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2)
+        batch, outer, inner, width = x.shape
+        return torch.empty_strided(
+            x.shape, (outer * inner * width, width, outer * width, 1), dtype=x.dtype, device=x.device
+        )
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
