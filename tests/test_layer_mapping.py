@@ -144,34 +144,35 @@ USE_KERNELS = pytest.mark.skipif(
 
 
 @USE_KERNELS
-def test_use_kernels_of_transformers(dsv4):
+def test_use_kernels_of_transformers(dsv4, monkeypatch):
     """transformers' own switch takes the registered layers, and keeps them through .train() and .eval()."""
+    from transformers.integrations import hub_kernels
+
+    # Without transformers' other defaults, which a GPU would fetch from the Hub.
+    monkeypatch.setattr(hub_kernels, "_KERNEL_MAPPING_CACHE", {"RMSNorm": {"cuda": dsv4.layer_mapping.LoadedLayer("no such layer")}})
     with kernels.use_kernel_mapping({}, inherit_mapping=False):
         dsv4.register_layer_mapping()
         model = tiny_model()
         model.use_kernels = True
+        assert ours(dsv4, model) == expected_counts(dsv4, model)
         for _ in (model.train(), model.eval()):
             assert ours(dsv4, model) == expected_counts(dsv4, model)
+        model(tiny_ids(tokens=5))
 
 
 @USE_KERNELS
 @pytest.mark.skipif(DEVICE == "cpu", reason="transformers' KernelConfig takes no cpu layers")
-def test_kernel_config_of_transformers(dsv4, built, tmp_path):
-    """KernelConfig with a local kernel: from_pretrained(kernel_config=...) kernelizes the classes it names."""
-    from transformers import DeepseekV4ForCausalLM, KernelConfig
+def test_kernel_config_of_transformers(dsv4, built):
+    """KernelConfig with a local kernel; from_pretrained of 5.22 breaks on a local one, set_use_kernels takes it."""
+    from transformers import KernelConfig
 
     dsv4.register_layer_mapping()  # names the classes that transformers does not decorate
-    tiny_model().save_pretrained(tmp_path)
-    config = KernelConfig(
-        {
-            "RMSNorm": f"{built}:DeepseekV4RMSNorm",
-            "DeepseekV4UnweightedRMSNorm": f"{built}:DeepseekV4UnweightedRMSNorm",
-            "DeepseekV4Attention": f"{built}:DeepseekV4Attention",
-        },
-        use_local_kernel=True,
-    )
-    model = DeepseekV4ForCausalLM.from_pretrained(tmp_path, use_kernels=True, kernel_config=config, device_map=DEVICE)
+    layers = ("DeepseekV4UnweightedRMSNorm", "DeepseekV4Attention")
+    names = {"RMSNorm": f"{built}:DeepseekV4RMSNorm"} | {name: f"{built}:{name}" for name in layers}
+    model = tiny_model()
+    model.set_use_kernels(True, KernelConfig(names, use_local_kernel=True))
     assert ours(dsv4, model) == expected_counts(dsv4, model)
+    model(tiny_ids(tokens=5))
 
 
 def test_accelerate_hooks_stay(dsv4):

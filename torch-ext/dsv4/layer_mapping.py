@@ -58,7 +58,7 @@ def register_layer_mapping() -> None:
 
     Afterwards `kernels.kernelize(model, mode=...)` uses them, and so does `use_kernels=True` where transformers accepts
     the installed `kernels`. The key "RMSNorm" is shared with other models of transformers; `dsv4.kernelize` leaves the
-    process's mapping alone.
+    process's mappings alone.
 
     Raises:
         RuntimeError: the installed transformers is not supported.
@@ -67,6 +67,11 @@ def register_layer_mapping() -> None:
 
     _name_classes()
     kernels.register_kernel_mapping(_mapping())
+    # transformers registers its own defaults, among them an RMSNorm, again at every `use_kernels=True`.
+    from transformers.integrations import hub_kernels
+
+    if hasattr(hub_kernels, "get_kernel_mapping_transformers"):
+        hub_kernels.get_kernel_mapping_transformers().update(_mapping())
 
 
 def kernelize(model: nn.Module, mode=None, device: str | None = None) -> nn.Module:

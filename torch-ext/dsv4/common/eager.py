@@ -3,6 +3,7 @@
 import torch
 
 _Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
+_compiling = torch.compiler.is_compiling
 _modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
 _tracing = torch._C._get_tracing_state
@@ -14,7 +15,7 @@ def is_eager(*tensors) -> bool:
     The dispatcher's way to a Python implementation and back costs 17 us of host time a call, more than all the rest of
     it (torch 2.11, the H200's host).
     """
-    if torch.compiler.is_compiling() or _modes() or _transforms() is not None or _tracing() is not None:
+    if _compiling() or _modes() or _transforms() is not None or _tracing() is not None:
         return False
     for tensor in tensors:
         kind = type(tensor)

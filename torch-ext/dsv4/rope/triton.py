@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from ..common.device import why_not_triton
-from ..common.launch import Launch
+from ..common.launch import prepare_launch
 from ..common.tiles import follow_previous_kernel
 from .configs import choose_config
 
@@ -26,7 +26,7 @@ def prepare_rope(x, cos, sin, unsqueeze_dim, inverse, out):
     config = choose_config(heads, width - first, x.element_size())
     head_tiles, token_tiles = triton.cdiv(heads, config.heads), triton.cdiv(tokens, config.tokens)
     strides = [tensor.stride(dim) for tensor in (x, out) for dim in (0, token_dim, head_dim, 3)]
-    return Launch(
+    return prepare_launch(
         _rope_kernel,
         batch * token_tiles * head_tiles,
         (
