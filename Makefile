@@ -41,7 +41,7 @@ help:
 	@echo 'make sanitize compute-sanitizer over the small GPU tests (memory, then races)'
 	@echo 'make clean    remove build/ and .venv/'
 	@echo
-	@echo 'PYTHON=python3.12          the interpreter that .venv is made from (3.11 or newer)'
+	@echo 'PYTHON=python3.12          the interpreter that .venv is made from (3.10 or newer)'
 	@echo 'ENV=current                no .venv: PYTHON as it is, with what is installed there (requirements/dev.txt and torch)'
 	@echo 'TORCH_INDEX=<address>      index to install torch from, for instance that of PyTorch'"'"'s CPU packages'
 	@echo 'OLDER_TRANSFORMERS=        versions that make test adds ($(OLDER_TRANSFORMERS)); empty where pip has no network'
@@ -88,7 +88,7 @@ PIP = $(PY) -m pip --disable-pip-version-check --quiet
 PIP_TORCH = $(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
 
 .venv/ready: requirements/dev.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12 ...")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=python3.12 ...")'
 	@echo 'Installing into .venv, once ...'
 	$(PYTHON) -m venv .venv
 	$(PIP) install --upgrade 'pip>=24'

@@ -1,5 +1,8 @@
 """The registered ops under torch.library's own checks and torch.compile."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from conftest import DEVICE
@@ -137,6 +140,25 @@ def test_cuda_graph_and_side_stream(dsv4, name):
     arguments[0].copy_(fresh)
     graph.replay()
     assert torch.equal(replayed, function(*arguments)) and not torch.equal(replayed, eager)
+
+
+@pytest.mark.parametrize("name", ["rope", "rms_norm"])
+def test_first_calls_from_many_threads(dsv4, only, name):
+    """CASES B64: eight threads, each with lengths of its own, on a cold cache of prepared calls."""
+    if only(name) == "triton" and DEVICE == "cpu":
+        pytest.skip("Triton's interpreter patches its language module and runs in one thread only")
+    function, inputs = functions(dsv4)[name]
+    barrier = threading.Barrier(8)
+
+    def work(index):
+        barrier.wait()
+        return [function(*inputs(tokens)) for tokens in range(index + 1, 60, 8)]
+
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(work, range(8)))
+    for index, outs in enumerate(results):
+        for tokens, out in zip(range(index + 1, 60, 8), outs, strict=True):
+            assert torch.equal(out, function(*inputs(tokens)))
 
 
 @pytest.mark.skipif(DEVICE == "cpu" or torch.cuda.device_count() < 2, reason="needs two GPUs")

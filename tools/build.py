@@ -18,11 +18,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
 import minijinja
+import tomlkit
 from kernels._rust import Build, Digest, DigestAlgorithm
 
 from .errors import ToolError, run
@@ -90,7 +90,7 @@ def read_config(root: Path) -> dict:
         Build.open(root)
     except (ValueError, OSError) as error:
         raise ToolError(" ".join(str(error).split())) from error  # names the folder
-    config = tomllib.loads((root / "build.toml").read_text())
+    config = tomlkit.loads((root / "build.toml").read_text()).unwrap()
     if "torch-noarch" not in config:
         raise ToolError(f"{root}/build.toml: only [torch-noarch] kernels are built here; use kernel-builder")
     if depends := {"python-depends", "kernel-depends"} & config["general"].keys():

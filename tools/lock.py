@@ -22,11 +22,11 @@ compares every file with the Hub's checksum. A cache that was changed is not rep
 import argparse
 import os
 import sys
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import tomlkit
 from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 from kernels._rust import KernelDependency, KernelLock, KernelLocks, KernelVersion, Metadata
@@ -99,10 +99,10 @@ def dependencies(project_dir: Path) -> list[KernelDependency]:
     """[tool.kernels.dependencies] of the project's pyproject.toml. Raises ToolError if it is missing or wrong."""
     path = Path(project_dir) / "pyproject.toml"
     try:
-        table = tomllib.loads(path.read_text())["tool"]["kernels"]["dependencies"]
+        table = tomlkit.loads(path.read_text()).unwrap()["tool"]["kernels"]["dependencies"]
     except FileNotFoundError:
         raise ToolError(f"{path} does not exist") from None
-    except tomllib.TOMLDecodeError as error:
+    except tomlkit.exceptions.ParseError as error:
         raise ToolError(f"{path}: {error}") from error
     except (KeyError, TypeError):
         raise ToolError(f'{path} has no [tool.kernels.dependencies], such as: "org/dsv4" = 1') from None
