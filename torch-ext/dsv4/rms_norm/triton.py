@@ -58,13 +58,16 @@ def prepare_backward(x, weight, dout, dx, dweight, eps):
         _backward_kernel,
         programs,
         (rows, sizes[1], sizes[2], width, tiles, *row_strides, 0 if weight is None else weight.stride(0), eps),
-        dict(ACC=_acc(x), ROWS=config.rows, WIDTH=config.width, STAGES=config.stages),
+        # Tiles in flight take shared memory, which a program with one tile has no use for.
+        dict(ACC=_acc(x), ROWS=config.rows, WIDTH=config.width, STAGES=config.stages if programs < tiles else 1),
         x.device,
         num_warps=config.num_warps,
         enable_fp_fusion=False,
     )
     if weight is None:
         return lambda x, weight, dout, dx, dweight: main(x, None, dout, dx, None)
+    if programs == 1:
+        return lambda x, weight, dout, dx, dweight: main(x, weight, dout, dx, dweight)
     reduce = prepare_launch(
         _reduce_kernel,
         triton.cdiv(width, REDUCED_COLUMNS),
@@ -172,7 +175,7 @@ def _backward_kernel(
     weight_ptr,  # [D] or None
     dout_ptr,  # [rows, D]
     dx_ptr,  # [rows, D]
-    partial_ptr,  # [programs, D] or None
+    partial_ptr,  # [programs, D], dweight itself for one program, or None
     rows,
     size1,
     size2,
@@ -224,7 +227,7 @@ def _backward_kernel(
         dx_row = dx_ptr + _row_offset(row, size1, size2, dx_0, dx_1, dx_2)
         tl.store(dx_row + col * dx_channel, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if weight_ptr is not None:
-        total = tl.sum(dweight, 0, keep_dims=True)
+        total = tl.sum(dweight, 0, keep_dims=True).to(partial_ptr.dtype.element_ty)
         tl.store(partial_ptr + program.to(tl.int64) * width + col, total, mask=col < width)
 
 
