@@ -117,7 +117,7 @@ def test_attention_keyword_of_the_cache(dsv4, host, keyword):
 
 
 def test_attention_without_autograd_changes_no_input(dsv4, host):
-    """The in-place rotations act on tensors of the layer's own (CASES B18)."""
+    """The in-place rotations act on tensors of the layer's own ."""
     model = tiny_model()
     for layer in model.model.layers:
         attention = kernelized(dsv4, layer.self_attn)

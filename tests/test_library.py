@@ -35,8 +35,8 @@ def test_opcheck(op, only):
     torch.library.opcheck(norm.rms_norm.default, (x.clone().requires_grad_(), None, 1e-6, "scale"))
     # The backward's own derivative is refused, so its autograd registration is not checked.
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(norm.rms_norm_backward.default, (torch.ones_like(x), x, weight, 1e-6), test_utils=tests)
-    torch.library.opcheck(norm.rms_norm_backward.default, (torch.ones_like(x), x, None, 1e-6), test_utils=tests)
+    torch.library.opcheck(norm.rms_norm_backward.default, (torch.ones_like(x), x, weight, 1e-6, True), test_utils=tests)
+    torch.library.opcheck(norm.rms_norm_backward.default, (torch.ones_like(x), x, None, 1e-6, False), test_utils=tests)
 
 
 def test_meta_tensors_give_meta_results(dsv4):
@@ -112,7 +112,7 @@ def test_no_recompile_per_token_count(dsv4, name):
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter compiles nothing; kernel variants exist on a GPU only")
 @pytest.mark.parametrize("name", ["rope", "rms_norm"])
 def test_kernel_variants_do_not_grow_with_lengths(dsv4, op, name):
-    """CASES B63: at most 4 compiled variants per kernel for 100 lengths."""
+    """at most 4 compiled variants per kernel for 100 lengths."""
     function, inputs = functions(dsv4)[name]
     kernels = op(name).BACKENDS.modules["triton"]
     kernel = kernels._rope_kernel if name == "rope" else kernels._forward_kernel
@@ -144,7 +144,7 @@ def test_cuda_graph_and_side_stream(dsv4, name):
 
 @pytest.mark.parametrize("name", ["rope", "rms_norm"])
 def test_first_calls_from_many_threads(dsv4, only, name):
-    """CASES B64: eight threads, each with lengths of its own, on a cold cache of prepared calls."""
+    """eight threads, each with lengths of its own, on a cold cache of prepared calls."""
     if only(name) == "triton" and DEVICE == "cpu":
         pytest.skip("Triton's interpreter patches its language module and runs in one thread only")
     function, inputs = functions(dsv4)[name]
@@ -164,7 +164,7 @@ def test_first_calls_from_many_threads(dsv4, only, name):
 @pytest.mark.skipif(DEVICE == "cpu" or torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("name", ["rope", "rms_norm"])
 def test_tensors_on_another_device_than_the_current(dsv4, name):
-    """CASES B59: launches follow the tensors, and the current device stays."""
+    """launches follow the tensors, and the current device stays."""
     function, inputs = functions(dsv4)[name]
     expected = function(*inputs())
     for index in (1, 0, 1):

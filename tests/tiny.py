@@ -1,4 +1,4 @@
-"""A DeepSeek-V4 of three layers, small enough for the interpreter, with weights that hide nothing (CASES.md, TINY)."""
+"""A DeepSeek-V4 of three layers, small enough for the interpreter, with weights that hide nothing."""
 
 import torch
 from conftest import DEVICE

@@ -3,9 +3,12 @@
 `kernels` and `transformers` are imported inside functions: loading the kernel needs neither.
 """
 
+import itertools
+import re
 import types
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from . import layers
@@ -74,8 +77,12 @@ def register_layer_mapping() -> None:
         hub_kernels.get_kernel_mapping_transformers().update(_mapping())
 
 
-def kernelize(model: nn.Module, mode=None, device: str | None = None) -> nn.Module:
+def kernelize(model: nn.Module, mode=None, device: str | torch.device | None = None) -> nn.Module:
     """Replace the forward of the model's DeepSeek-V4 modules by this kernel's layers, in place.
+
+    Left alone, and named with the reason by `kernelization_report`, are subclasses with a forward of their own, modules
+    whose forward was set by hand, and everything that is not DeepSeek-V4. A pickle of the model loads with the original
+    forwards.
 
     Args:
         model: a transformers DeepSeek-V4 model, or a module that contains one.
@@ -87,32 +94,42 @@ def kernelize(model: nn.Module, mode=None, device: str | None = None) -> nn.Modu
         The same model.
 
     Raises:
-        ValueError: the model has no DeepSeek-V4 module, or the device or mode is none of those above.
+        TypeError: model is no torch module.
+        ValueError: the model has no DeepSeek-V4 module, or the device or mode is none of those above, or not available.
         RuntimeError: the installed transformers is not supported.
     """
     from kernels import Mode
 
+    _check_model(model)
     rows = layer_rows()
-    classes = {(row.module, row.cls) for row in rows}
-    if not any((type(module).__module__, type(module).__name__) in classes for module in model.modules()):
+    if not any(host_class(module, rows) for module in model.modules()):
         raise ValueError(f"model must contain transformers' DeepSeek-V4 modules; {type(model).__name__} has none")
-    if mode is not None and not isinstance(mode, Mode):
-        raise ValueError(f"mode must be a kernels.Mode or None, got {mode!r}")
-    device = device or _device_type(model)
-    if device not in DEVICES:
-        raise ValueError(f"device must be one of {', '.join(DEVICES)}, got {device!r}")
+    if mode is not None and (not isinstance(mode, Mode) or not (mode & Mode.INFERENCE or mode & Mode.TRAINING)):
+        raise ValueError(f"mode must be None, or a kernels.Mode with INFERENCE or TRAINING in it, got {mode!r}")
+    if device is not None:
+        device = device.type if isinstance(device, torch.device) else device.partition(":")[0]
+    kind = _device_type(model) if device is None else device
+    if kind not in DEVICES:
+        raise ValueError(f"device must be one of {', '.join(DEVICES)}, got {kind!r}")
+    if (kind in ("cuda", "rocm") and not torch.cuda.is_available()) or (kind == "xpu" and not torch.xpu.is_available()):
+        raise ValueError(f"device {kind!r} is not available in this process")
     _name_classes()
-    _kernelize(model, mode, device)
+    _kernelize(model, mode, kind)
+    _forget_train(model)
     if mode is None:
-        model.train = types.MethodType(_train_and_kernelize, model)
-    else:
-        _forget(model, "train", _train_and_kernelize)
+        model.train = types.MethodType(_train, model)
+        model._dsv4_device = device
     return model
 
 
 def unkernelize(model: nn.Module) -> nn.Module:
-    """Give every module its original forward back. A model that was not kernelized stays as it is. Returns the model."""
-    _forget(model, "train", _train_and_kernelize)
+    """Give every module its original forward back. A model that was not kernelized stays as it is. Returns the model.
+
+    Raises:
+        TypeError: model is no torch module.
+    """
+    _check_model(model)
+    _forget_train(model)
     ours = {getattr(layers, row.layer).forward for row in ROWS}
     for module in model.modules():
         if "_old_forward" in module.__dict__ and module_forward(module) in ours:
@@ -129,33 +146,70 @@ def module_forward(module: nn.Module):
     return getattr(forward, "__func__", forward)
 
 
+def host_class(module: nn.Module, rows: list[Row]) -> tuple[type, Row] | None:
+    """The transformers class that the module is an instance of, and its row; None without one."""
+    by_name = {(row.module, row.cls): row for row in rows}
+    for cls in type(module).__mro__:
+        if row := by_name.get((cls.__module__, cls.__name__)):
+            return cls, row
+    return None
+
+
+def why_not_layer(module: nn.Module, cls: type) -> str | None:
+    """Why no layer may take the place of this module's forward; None if one may."""
+    if type(module).forward is not cls.forward:
+        return "a subclass with a forward of its own"
+    forward = module.__dict__.get("_old_forward") or module.__dict__.get("forward")
+    # kernels, and so every kernel, binds the forward of a layer class; anything else is somebody's own.
+    if forward is None or (getattr(forward, "__self__", None) is module and forward.__qualname__.endswith(".forward")):
+        return None
+    return "its forward was set on the module"
+
+
+def _check_model(model):
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+
+
 def _kernelize(model, mode, device):
     import kernels
+    from kernels.layer.layer import KernelizeFallback, kernelize_layer
 
     if mode is None:
         mode = kernels.Mode.TRAINING if model.training else kernels.Mode.INFERENCE
-    # accelerate (device_map) moves inputs between devices in a wrapper that calls `_old_forward`: replace that one.
-    hooked = {module: module.forward for module in model.modules() if "_old_forward" in module.__dict__}
+    rows = layer_rows()
+    # Module by module, because kernels.kernelize takes every class that shares a key with ours, such as Llama's RMSNorm,
+    # and gives each class without a layer here its original forward back.
     with kernels.use_kernel_mapping(_mapping(), inherit_mapping=False):
-        kernels.kernelize(model, mode=mode, device=device)
-    for module, hook in hooked.items():
-        if module.forward is not hook:
-            module._old_forward, module.forward = module.forward, hook
+        for module in model.modules():
+            host = host_class(module, rows)
+            if host is None or why_not_layer(module, host[0]):
+                continue
+            # accelerate (device_map) moves inputs in a wrapper that calls `_old_forward`: that one is replaced.
+            hook = module.forward if "_old_forward" in module.__dict__ else None
+            kernelize_layer(module, mode=mode, device_type=kernels.Device(device), use_fallback=KernelizeFallback.DEFAULT)
+            if hook is not None:
+                module._old_forward, module.forward = module.forward, hook
 
 
-def _train_and_kernelize(model, mode: bool = True):
+def _train(model, mode: bool = True):
     """`model.train` of a model that was kernelized without a fixed mode."""
     changed = model.training != mode
     type(model).train(model, mode)
-    if changed:
-        _kernelize(model, None, _device_type(model))
+    device = model._dsv4_device or _device_type(model)
+    if changed and device in DEVICES:
+        _kernelize(model, None, device)
     return model
 
 
-def _forget(module, name, function):
-    """Remove an instance attribute if it is `function` bound to the module."""
-    if getattr(module.__dict__.get(name), "__func__", None) is function:
-        delattr(module, name)
+_train.__name__ = "train"  # pickle stores a bound method by this name: the loaded model has its class's own
+_train.dsv4 = True
+
+
+def _forget_train(model):
+    """Remove the `train` that kernelize has set, be it this build's or another's."""
+    if getattr(model.__dict__.get("train"), "dsv4", False):
+        del model.train, model._dsv4_device
 
 
 def _mapping():
@@ -172,13 +226,10 @@ def _name_classes():
 
 
 def _device_type(model):
-    import torch
-
-    parameter = next(model.parameters(), None)
-    if parameter is None:
+    tensor = next(itertools.chain(model.parameters(), model.buffers()), None)
+    if tensor is None:
         raise ValueError("model has no parameters to take a device from; pass device")
-    kind = parameter.device.type
-    return "rocm" if kind == "cuda" and torch.version.hip else kind
+    return "rocm" if tensor.device.type == "cuda" and torch.version.hip else tensor.device.type
 
 
 def _transformers_version() -> tuple[int, int]:
@@ -187,7 +238,7 @@ def _transformers_version() -> tuple[int, int]:
         import transformers
     except ModuleNotFoundError:
         raise RuntimeError(f"{supported}; it is not installed") from None
-    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    version = tuple(map(int, re.match(r"(\d+)\.(\d+)", transformers.__version__).groups()))
     if not OLDEST <= version <= NEWEST:
         raise RuntimeError(f"{supported}; {transformers.__version__} is installed")
     return version

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from . import layers
-from .layer_mapping import MODELING, layer_rows, module_forward
+from .layer_mapping import MODELING, host_class, layer_rows, module_forward, why_not_layer
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ class KernelizationReport:
     modules: tuple[ModuleReport, ...]
 
     def __str__(self) -> str:
+        if not self.modules:
+            return "no DeepSeek-V4 modules"
         counts = Counter((module.cls, module.layer or "(original)", module.reason) for module in self.modules)
         lines = [("class", "modules", "layer", "reason")]
         lines += [(cls, str(count), layer, reason) for (cls, layer, reason), count in counts.items()]
@@ -37,26 +39,32 @@ class KernelizationReport:
 
 
 def kernelization_report(model: nn.Module) -> KernelizationReport:
-    """Report on every module of a transformers DeepSeek-V4 class in the model.
+    """Report on every module in the model that is, or derives from, a transformers DeepSeek-V4 class.
 
     Raises:
+        TypeError: model is no torch module.
         RuntimeError: the installed transformers is not supported.
     """
-    by_class = {row.cls: row.layer for row in layer_rows()}
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    rows = layer_rows()
     modules = []
     for name, module in model.named_modules():
-        if type(module).__module__ == MODELING and not hasattr(module, "config_class"):
-            modules.append(_report(name, module, by_class.get(type(module).__name__)))
+        from_transformers = any(cls.__module__ == MODELING for cls in type(module).__mro__)
+        if from_transformers and not hasattr(module, "config_class"):
+            modules.append(_report(name, module, host_class(module, rows)))
     return KernelizationReport(tuple(modules))
 
 
-def _report(name, module, layer_name):
+def _report(name, module, host):
     cls = type(module).__name__
-    if layer_name is None:
+    if host is None:
         return ModuleReport(name, cls, None, "dsv4 has no layer for this class")
-    layer = getattr(layers, layer_name)
+    layer = getattr(layers, host[1].layer)
     if module_forward(module) is layer.forward:
-        return ModuleReport(name, cls, layer_name, "")
+        return ModuleReport(name, cls, host[1].layer, "")
+    if reason := why_not_layer(module, host[0]):
+        return ModuleReport(name, cls, None, reason)
     if os.environ.get("DISABLE_KERNEL_MAPPING", "0") != "0":
         return ModuleReport(name, cls, None, "DISABLE_KERNEL_MAPPING is set")
     if module.training and not getattr(layer, "has_backward", True):

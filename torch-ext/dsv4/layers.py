@@ -41,7 +41,8 @@ class DeepseekV4UnweightedRMSNorm(nn.Module):
 class DeepseekV4Attention(nn.Module):
     """Our rotary embedding on q, kv and, inverse, on the output; projections, cache and attention stay the host's.
 
-    Without autograd the rotations are in place: each acts on a tensor that this forward has just made.
+    Without autograd a rotation is in place where nobody else can hold the tensor: not behind a norm with forward hooks,
+    nor on the output of an attention function that is not the host's eager one.
     """
 
     can_torch_compile = True
@@ -60,7 +61,9 @@ class DeepseekV4Attention(nn.Module):
         # transformers before 5.24 calls the cache `past_key_values`.
         if cache is None:
             cache = kwargs.pop("past_key_values", None)
-        rotate = apply_rotary_pos_emb if torch.is_grad_enabled() else apply_rotary_pos_emb_
+        in_place = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        hooked = in_place and (_has_hooks(self.q_b_norm) or _has_hooks(self.kv_norm))
+        rotate = apply_rotary_pos_emb_ if in_place and not hooked else apply_rotary_pos_emb
         tokens = hidden_states.shape[:-1]
         heads = (*tokens, -1, self.head_dim)
         cos, sin = position_embeddings[self.rope_layer_type]
@@ -99,7 +102,13 @@ class DeepseekV4Attention(nn.Module):
             s_aux=self.sinks,
             **kwargs,
         )
+        rotate = apply_rotary_pos_emb_ if in_place and attention is host.eager_attention_forward else apply_rotary_pos_emb
         # Values carry the key's rotation: undo it at the query's position. `out` is [B, T, H, D] here.
         out = rotate(out, cos, sin, unsqueeze_dim=2, inverse=True)
         out = self.o_a_proj(out.reshape(*tokens, self.config.o_groups, -1)).flatten(2)
         return self.o_b_proj(out), weights
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """True if somebody sees the module's output before its caller does."""
+    return bool(module._forward_hooks or nn.modules.module._global_forward_hooks)

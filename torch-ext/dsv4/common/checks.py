@@ -6,9 +6,12 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_float(name: str, tensor: torch.Tensor) -> None:
-    """Raise TypeError unless the argument is a float16, bfloat16, float32 or float64 tensor."""
+    """Raise TypeError unless the argument is a dense float16, bfloat16, float32 or float64 tensor."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    # Traced tensors are dense, and torch.compile can't trace the question in a backward.
+    if not torch.compiler.is_compiling() and (tensor.is_nested or tensor.layout is not torch.strided):
+        raise TypeError(f"{name} must be a dense tensor, got {'a nested one' if tensor.is_nested else tensor.layout}")
     if tensor.dtype not in FLOATS:
         raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}")
 

@@ -28,7 +28,7 @@ class Backends:
         """The first backend whose `why_not(*args)` is None. Raises NotImplementedError with every backend's reason."""
         reasons = []
         for name, module in self.modules.items():
-            reason = module.why_not(*args) if module else self.missing[name]
+            reason = module if isinstance(module, str) else module.why_not(*args)
             if reason is None:
                 return module
             reasons.append(f"{name}: {reason}")
@@ -36,11 +36,11 @@ class Backends:
 
     @functools.cached_property
     def modules(self) -> dict:
-        """Each backend's module, or None and the reason in `missing` where an import it needs is not installed."""
-        self.missing, loaded = {}, {}
+        """Each backend's module, or the reason as text where an import that it needs is not installed."""
+        loaded = {}
         for name in self.names:
             try:
                 loaded[name] = importlib.import_module(f".{name}", self.package)
             except ModuleNotFoundError as error:
-                loaded[name], self.missing[name] = None, f"{error.name} is not installed"
+                loaded[name] = f"{error.name} is not installed"
         return loaded

@@ -1,3 +1,5 @@
+"""Tiles of RMSNorm, forward and backward."""
+
 from dataclasses import dataclass
 
 MAX_WIDTH = 32768  # one program holds a whole row in registers; V4-Pro's widest row is 4 streams x 7168

@@ -1,11 +1,13 @@
 """RMSNorm: public function, registered ops, autograd."""
 
+import math
+
 import torch
 
 from .._ops import add_op_namespace_prefix, ops
 from ..common.checks import check_float, check_same_device
 from ..common.dispatch import Backends
-from ..common.eager import is_eager
+from ..common.eager import is_batched, is_eager, refuse_forward_ad
 
 BACKENDS = Backends(__package__, "triton", "reference")
 ROUNDINGS = ("once", "normalized", "scale")
@@ -33,27 +35,40 @@ def rms_norm(
         A fresh tensor of x's shape, in x's memory order where x is dense.
 
     Raises:
-        TypeError: x or weight is no float tensor.
-        ValueError: x without dimensions, a weight whose shape is not [D] or on another device, an unknown rounding, or
-            "scale" with a weight.
+        TypeError: x or weight is no dense float tensor, or eps is no float.
+        ValueError: x without dimensions, a weight whose shape is not [D] or on another device, an unknown rounding,
+            "scale" with a weight, or an eps that is negative or not finite.
         NotImplementedError: no backend covers the call; says why for each.
 
     Source: Zhang & Sennrich 2019; transformers `modeling_deepseek_v4.DeepseekV4RMSNorm`.
     """
+    if type(eps) is not float or type(rounding) is not str:
+        eps = _check_flags(eps, rounding)
     if not (is_eager(x) if weight is None else is_eager(x, weight)):
-        _check(x, weight, rounding)
+        _check(x, weight, eps, rounding)
+        refuse_forward_ad(x=x, weight=weight)
         return ops.rms_norm(x, weight, eps, rounding)
     if torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)):
         return _RmsNorm.apply(x, weight, eps, rounding)
     return _rms_norm(x, weight, eps, rounding)
 
 
-def _check(x, weight, rounding):
+def _check_flags(eps, rounding):
+    if type(rounding) is not str:
+        raise ValueError(f"rounding must be one of {', '.join(ROUNDINGS)}, got {rounding!r}")
+    if type(eps) not in (int, float):
+        raise TypeError(f"eps must be a float, got {eps!r}")
+    return float(eps)
+
+
+def _check(x, weight, eps, rounding):
     check_float("x", x)
     if x.dim() == 0:
         raise ValueError("x must have at least one dimension, got a scalar")
     if rounding not in ROUNDINGS:
         raise ValueError(f"rounding must be one of {', '.join(ROUNDINGS)}, got {rounding!r}")
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"eps must be finite and not negative, got {eps}")
     if weight is not None:
         check_float("weight", weight)
         check_same_device("weight", weight, "x", x)
@@ -67,7 +82,7 @@ def _rms_norm(x, weight, eps, rounding):
     key = (*_key(x, weight), eps, rounding)
     launch = BACKENDS.prepared.get(key)
     if launch is None:
-        _check(x, weight, rounding)
+        _check(x, weight, eps, rounding)
         out = _empty(x, weight, rounding)
         launch = BACKENDS.remember(key, BACKENDS.choose(x, out).prepare_forward(x, weight, out, eps, rounding))
     out = _empty(x, weight, rounding)
@@ -75,26 +90,30 @@ def _rms_norm(x, weight, eps, rounding):
     return out
 
 
-def _rms_norm_backward(dout, x, weight, eps):
-    key = (*_key(x, weight), dout.stride(), dout.dtype, eps)
+def _rms_norm_backward(dout, x, weight, eps, weight_grad):
+    key = (*_key(x, weight), dout.stride(), dout.dtype, eps, weight_grad)
     launch = BACKENDS.prepared.get(key)
     if launch is None:
-        dx, dweight = _empty_backward(x, weight)
+        dx, dweight = _empty_backward(x, weight, weight_grad)
         backend = BACKENDS.choose(x, dout, dx)
         launch = BACKENDS.remember(key, backend.prepare_backward(x, weight, dout, dx, dweight, eps))
-    dx, dweight = _empty_backward(x, weight)
+    dx, dweight = _empty_backward(x, weight, weight_grad)
     launch(x, weight, dout, dx, dweight)
     return dx, dweight
 
 
 def _key(x, weight):
     """All that the checks and the launch depend on but the data and its alignment."""
-    if weight is None:
-        return x.shape, x.stride(), x.dtype, x.get_device()
-    return (
-        *(x.shape, x.stride(), x.dtype, x.get_device()),
-        *(weight.shape, weight.stride(), weight.dtype, weight.get_device()),
-    )
+    try:
+        if weight is None:
+            return x.shape, x.stride(), x.dtype, x.get_device()
+        return (
+            *(x.shape, x.stride(), x.dtype, x.get_device()),
+            *(weight.shape, weight.stride(), weight.dtype, weight.get_device()),
+        )
+    except RuntimeError:  # no strides: a sparse or nested tensor, of which the check says more
+        _check(x, weight, 0.0, "once")
+        raise
 
 
 def _empty(x, weight, rounding):
@@ -103,9 +122,9 @@ def _empty(x, weight, rounding):
     return torch.empty_like(x)
 
 
-def _empty_backward(x, weight):
-    dweight = x.new_empty(0) if weight is None else torch.empty_like(weight, memory_format=torch.contiguous_format)
-    return torch.empty_like(x), dweight
+def _empty_backward(x, weight, weight_grad):
+    """dx, and dweight, which has no elements where nobody wants it: an op can't return None."""
+    return torch.empty_like(x), weight.new_empty(weight.shape) if weight_grad else x.new_empty(0)
 
 
 def _save(ctx, x, weight, eps):
@@ -116,9 +135,10 @@ def _save(ctx, x, weight, eps):
 def _backward(ctx, dout):
     x, weight = ctx.saved_tensors
     # With create_graph the dispatcher must see the op: its derivative is refused there.
-    backward = _rms_norm_backward if is_eager(dout) and not torch.is_grad_enabled() else ops.rms_norm_backward
-    dx, dweight = backward(dout, x, weight, ctx.eps)
-    return dx, None if weight is None else dweight, None, None
+    eager = is_eager(dout) and not is_batched(dout) and not torch.is_grad_enabled()
+    weight_grad = weight is not None and ctx.needs_input_grad[1]
+    dx, dweight = (_rms_norm_backward if eager else ops.rms_norm_backward)(dout, x, weight, ctx.eps, weight_grad)
+    return dx, dweight if weight_grad else None, None, None
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -146,11 +166,12 @@ torch.library.register_autograd(
 )
 
 torch.library.define(
-    add_op_namespace_prefix("rms_norm_backward"), "(Tensor dout, Tensor x, Tensor? weight, float eps) -> (Tensor, Tensor)"
+    add_op_namespace_prefix("rms_norm_backward"),
+    "(Tensor dout, Tensor x, Tensor? weight, float eps, bool weight_grad) -> (Tensor, Tensor)",
 )
 torch.library.impl(add_op_namespace_prefix("rms_norm_backward"), DEVICES, _rms_norm_backward)
 torch.library.register_fake(
-    add_op_namespace_prefix("rms_norm_backward"), lambda dout, x, weight, eps: _empty_backward(x, weight)
+    add_op_namespace_prefix("rms_norm_backward"), lambda dout, x, weight, eps, weight_grad: _empty_backward(x, weight, weight_grad)
 )
 
 

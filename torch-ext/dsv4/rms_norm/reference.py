@@ -31,7 +31,7 @@ def rms_norm_backward(x, weight, dout, eps):
     scale = torch.rsqrt(x_acc.square().mean(-1, keepdim=True) + eps)
     weighted = dout if weight is None else dout * weight.to(acc)
     dx = scale * (weighted - x_acc * scale.square() * (weighted * x_acc).mean(-1, keepdim=True))
-    return dx, None if weight is None else (dout * x_acc * scale).reshape(-1, x.shape[-1]).sum(0)
+    return dx, (dout * x_acc * scale).reshape(-1, x.shape[-1]).sum(0)
 
 
 def prepare_forward(x, weight, out, eps, rounding):
@@ -42,7 +42,7 @@ def prepare_backward(x, weight, dout, dx, dweight, eps):
     def call(x, weight, dout, dx, dweight):
         grads = rms_norm_backward(x, weight, dout, eps)
         dx.copy_(grads[0])
-        if weight is not None:
+        if dweight.numel():
             dweight.copy_(grads[1])
 
     return call

@@ -1,4 +1,8 @@
+"""Tiles of the rotary embedding."""
+
 from dataclasses import dataclass
+
+MAX_WIDTH = 32768  # one program holds a whole row
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import torch
 from .._ops import add_op_namespace_prefix, ops
 from ..common.checks import check_float, check_same_device, overlaps_itself, span
 from ..common.dispatch import Backends
-from ..common.eager import is_eager
+from ..common.eager import is_batched, is_eager, refuse_forward_ad
 
 BACKENDS = Backends(__package__, "triton", "reference")
 
@@ -37,6 +37,7 @@ def apply_rotary_pos_emb(
 
     Source: DeepSeek-V4 inference code `apply_rotary_emb`; transformers `modeling_deepseek_v4.apply_rotary_pos_emb`.
     """
+    _check_flags(unsqueeze_dim, inverse)
     return _rotate(x, cos, sin, unsqueeze_dim, inverse, False)
 
 
@@ -45,20 +46,33 @@ def apply_rotary_pos_emb_(
 ) -> torch.Tensor:
     """`apply_rotary_pos_emb` in place: reads and writes the rotary channels of x alone, and returns x.
 
-    Arguments and errors as there; in addition x must not overlap itself (an expanded view), cos or sin, and must not
-    be a leaf that requires grad (ValueError). Autograd sees an ordinary in-place operation.
+    Arguments and errors as there; in addition x must not overlap itself (an expanded view), the memory that
+    cos or sin span, nor be a leaf that requires grad, a lazily negated view, or an inference tensor outside inference mode
+    (ValueError). Autograd sees an ordinary in-place operation: x's version counter moves.
     """
+    _check_flags(unsqueeze_dim, inverse)
     needs_grad = torch.is_grad_enabled() and isinstance(x, torch.Tensor) and x.requires_grad
     if is_eager(x, cos, sin) and not needs_grad:
         _rope_(x, cos, sin, unsqueeze_dim, inverse)
         return x
     _check(x, cos, sin, unsqueeze_dim)
+    refuse_forward_ad(x=x, cos=cos, sin=sin)
+    if not torch.compiler.is_compiling() and x.is_neg():
+        raise ValueError("x is a lazily negated view and can't be rotated in place; pass x.resolve_neg()")
     if needs_grad:
         if x.is_leaf:
             raise ValueError("x is a leaf that requires grad and can't be rotated in place; pass a clone or use torch.no_grad")
         return _RopeInPlace.apply(x, cos, sin, unsqueeze_dim, inverse)
     ops.rope_(x, cos, sin, unsqueeze_dim, inverse)
     return x
+
+
+def _check_flags(unsqueeze_dim, inverse):
+    # Exact types: True and 1.0 would find what was prepared for 1.
+    if type(unsqueeze_dim) is not int or unsqueeze_dim not in (1, 2):
+        raise ValueError(f"unsqueeze_dim must be 1 (x is [B, H, T, D]) or 2 (x is [B, T, H, D]), got {unsqueeze_dim!r}")
+    if type(inverse) is not bool:
+        raise TypeError(f"inverse must be True or False, got {inverse!r}")
 
 
 def _check(x, cos, sin, unsqueeze_dim):
@@ -69,8 +83,6 @@ def _check(x, cos, sin, unsqueeze_dim):
         raise TypeError(f"cos is {cos.dtype} and sin is {sin.dtype}; both must have one dtype")
     check_same_device("cos", cos, "x", x)
     check_same_device("sin", sin, "x", x)
-    if unsqueeze_dim not in (1, 2):
-        raise ValueError(f"unsqueeze_dim must be 1 (x is [B, H, T, D]) or 2 (x is [B, T, H, D]), got {unsqueeze_dim}")
     if x.dim() != 4:
         raise ValueError(f"x must have 4 dimensions, got shape {tuple(x.shape)}")
     if cos.dim() != 3 or cos.shape != sin.shape:
@@ -91,6 +103,7 @@ def _rotate(x, cos, sin, unsqueeze_dim, inverse, transposed):
             return _Rope.apply(x, cos, sin, unsqueeze_dim, inverse, transposed)
         return _rope(x, cos, sin, unsqueeze_dim, inverse, transposed)
     _check(x, cos, sin, unsqueeze_dim)
+    refuse_forward_ad(x=x, cos=cos, sin=sin)
     return ops.rope(x, cos, sin, unsqueeze_dim, inverse, transposed)
 
 
@@ -113,7 +126,7 @@ def _rope_(x, cos, sin, unsqueeze_dim, inverse):
         _check(x, cos, sin, unsqueeze_dim)
         # Not in the public function: under torch.compile the comparison of strides would be a guard per length.
         if overlaps_itself(x):
-            raise ValueError(f"x has overlapping elements (strides {tuple(x.stride())}) and can't be rotated in place")
+            raise ValueError(f"x may overlap itself (strides {tuple(x.stride())}) and can't be rotated in place")
         call = BACKENDS.remember(key, _prepare_in_place(x, cos, sin, unsqueeze_dim, inverse))
     call(x, cos, sin)
 
@@ -123,11 +136,16 @@ def _prepare_in_place(x, cos, sin, unsqueeze_dim, inverse):
     x_span, cos_span, sin_span = span(x), span(cos), span(sin)
 
     def call(x, cos, sin):
+        if x.is_inference() and not torch.is_inference_mode_enabled():
+            raise ValueError("x was made in inference mode and can't be rotated in place outside of it; pass a clone")
         start = x.data_ptr()
         for name, table, table_span in (("cos", cos.data_ptr(), cos_span), ("sin", sin.data_ptr(), sin_span)):
             if start < table + table_span and table < start + x_span:
-                raise ValueError(f"{name} shares memory with x, which would be overwritten while it is read")
+                raise ValueError(f"{name} may share memory with x, which would be overwritten while it is read")
         launch(x, cos, sin, x)
+        # A kernel's write is invisible to autograd, which must know that what it saved of x is gone.
+        if not x.is_inference():
+            torch.autograd.graph.increment_version(x)
 
     return call
 
@@ -135,10 +153,14 @@ def _prepare_in_place(x, cos, sin, unsqueeze_dim, inverse):
 def _key(x, cos, sin, *rest):
     """All that the checks and the launch depend on but the data and its alignment."""
     # get_device() and not .device: an int instead of an object for each, 1 us less for making, hashing and comparing.
-    return (
-        *(x.shape, x.stride(), x.dtype, x.get_device(), cos.shape, cos.stride(), cos.dtype, cos.get_device()),
-        *(sin.shape, sin.stride(), sin.dtype, sin.get_device(), *rest),
-    )
+    try:
+        return (
+            *(x.shape, x.stride(), x.dtype, x.get_device(), cos.shape, cos.stride(), cos.dtype, cos.get_device()),
+            *(sin.shape, sin.stride(), sin.dtype, sin.get_device(), *rest),
+        )
+    except RuntimeError:  # no strides: a sparse or nested tensor, of which the check says more
+        _check(x, cos, sin, rest[0])
+        raise
 
 
 def _empty(x, transposed):
@@ -160,7 +182,8 @@ def _save(ctx, x, cos, sin, unsqueeze_dim, inverse):
 
 def _backward(ctx, dout):
     cos, sin = ctx.saved_tensors
-    return _rotate(dout, cos, sin, ctx.unsqueeze_dim, not ctx.inverse, ctx.transposed), None, None, None, None, None
+    rotate = ops.rope if is_batched(dout) else _rotate
+    return rotate(dout, cos, sin, ctx.unsqueeze_dim, not ctx.inverse, ctx.transposed), None, None, None, None, None
 
 
 class _Rope(torch.autograd.Function):
@@ -168,8 +191,9 @@ class _Rope(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, cos, sin, unsqueeze_dim, inverse, transposed):
+        out = _rope(x, cos, sin, unsqueeze_dim, inverse, transposed)
         _save(ctx, x, cos, sin, unsqueeze_dim, inverse)
-        return _rope(x, cos, sin, unsqueeze_dim, inverse, transposed)
+        return out
 
     backward = staticmethod(_backward)
 

@@ -7,10 +7,12 @@ import triton.language as tl
 from ..common.device import why_not_triton
 from ..common.launch import prepare_launch
 from ..common.tiles import follow_previous_kernel
-from .configs import choose_config
+from .configs import MAX_WIDTH, choose_config
 
 
 def why_not(x, *_):
+    if x.shape[-1] > MAX_WIDTH:
+        return f"rows of {x.shape[-1]} channels are wider than {MAX_WIDTH}"
     return why_not_triton(x)
 
 
@@ -25,6 +27,7 @@ def prepare_rope(x, cos, sin, unsqueeze_dim, inverse, out):
     first = nope if out is x else -(nope % 2)
     config = choose_config(heads, width - first, x.element_size())
     head_tiles, token_tiles = triton.cdiv(heads, config.heads), triton.cdiv(tokens, config.tokens)
+    channel_strides = (x.stride(3), out.stride(3), cos.stride(2), sin.stride(2))
     strides = [tensor.stride(dim) for tensor in (x, out) for dim in (0, token_dim, head_dim, 3)]
     return prepare_launch(
         _rope_kernel,
@@ -41,6 +44,7 @@ def prepare_rope(x, cos, sin, unsqueeze_dim, inverse, out):
             TOKENS=config.tokens,
             HEADS=config.heads,
             PAIRS=config.pairs,
+            WIDE=width * max(channel_strides) >= 2**31,
         ),
         x.device,
         num_warps=config.num_warps,
@@ -87,6 +91,7 @@ def _rope_kernel(
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
+    WIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # Heads vary fastest: neighbouring programs read one token's heads, which lie together in the model's memory.
@@ -99,12 +104,15 @@ def _rope_kernel(
     head_64, token_64 = head.to(tl.int64), token.to(tl.int64)
 
     col = (first_col + tl.arange(0, 2 * PAIRS))[None, None, :]
+    pair = (first_pair + tl.arange(0, PAIRS))[None, None, :]
+    # Channels that lie 2^31 elements apart, in a channels-first tensor, are rare; 64 bits for all would cost registers.
+    if WIDE:
+        col, pair = col.to(tl.int64), pair.to(tl.int64)
     mask = (token < tokens) & (head < heads) & (col >= 0) & (col < width)
     follow_previous_kernel(PDL)
     x_row = x_ptr + batch * x_batch + token_64 * x_token + head_64 * x_head
     x = tl.load(x_row + col * x_channel, mask=mask)
 
-    pair = (first_pair + tl.arange(0, PAIRS))[None, None, :]
     rotary = (token < tokens) & (pair >= 0) & (pair < pairs)
     cos = tl.load(cos_ptr + batch * cos_batch + token_64 * cos_token + pair * cos_pair, mask=rotary).to(ACC)
     sin = tl.load(sin_ptr + batch * sin_batch + token_64 * sin_token + pair * sin_pair, mask=rotary).to(ACC)
