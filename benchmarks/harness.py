@@ -106,7 +106,7 @@ def draw(case: Case, pass_name: str, seed: int, device: torch.device) -> Inputs:
 def bind(case: Case, provider: Provider, pass_name: str, inputs: Inputs) -> Callable[[], Results]:
     """The pass as a function without arguments. forward and step: outputs; backward: gradients; full: both.
 
-    Gradients are those that `.backward()` leaves in `.grad`, as in training and in the seed's benchmark: autograd gives
+    Gradients are those that `.backward()` leaves in `.grad`, as in training and in Liger-Kernel's benchmark: autograd gives
     them the memory order of their tensor, which costs a provider that returns another order a copy. The caller sets
     grad mode, so that entering it is not timed. The backward is bound to one forward, done here, and keeps its graph,
     which stores nothing that the forward had not stored.

@@ -19,7 +19,7 @@ GRAPH_MS = 0.5  # the calls of one graph last at least this long by their floor,
 
 @dataclass(frozen=True)
 class Effort:
-    """How long one measurement takes, in ms; by default the seed's do_bench settings."""
+    """How long one measurement takes, in ms; by default Liger-Kernel's do_bench settings."""
 
     warmup_ms: float = 25
     rep_ms: float = 100

@@ -178,8 +178,10 @@ def _build_variant(variant: Path, config: dict, package: Path, backend: str, uni
 
 
 def _unique_id(git: GitState | None) -> str:
-    """Named after the content of the commit, so that a rebuild gets the same namespace; random outside git."""
-    return git.tree[:7] + ("_dirty" if git.dirty else "") if git else secrets.token_hex(6)
+    """Named after the content of the commit, so that a rebuild gets the same namespace; random for anything else."""
+    if git and not git.dirty:
+        return git.tree[:7]
+    return secrets.token_hex(4) + ("_dirty" if git else "")
 
 
 def _is_from_a_build(path: Path) -> bool:
