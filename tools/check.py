@@ -17,7 +17,7 @@ from kernels._rust import Digest, DigestValidationError, Metadata
 from kernels.variants import parse_variant
 
 from .build import ROOT, read_config
-from .errors import ToolError, run
+from .errors import ToolError, conclude, run
 from .source import source_problems
 
 
@@ -151,16 +151,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--root", type=Path, default=ROOT, help="kernel repository with build.toml (default: this one)")
     args = parser.parse_args(argv)
 
-    def command() -> int:
-        problems = check(args.build_dir, args.root)
-        for problem in problems:
-            print(problem, file=sys.stderr)
-        if problems:
-            raise ToolError(f"{args.build_dir} has {len(problems)} problem(s)")
-        print(f"{args.build_dir} is fine")
-        return 0
-
-    return run(command)
+    path = args.build_dir
+    return run(lambda: conclude(check(path, args.root), f"{path} has", f"{path} is fine"))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,16 @@ def run(command: Callable[[], int | None]) -> int:
         return 1
 
 
+def conclude(problems: list[str], failed: str, fine: str) -> int:
+    """Print a check's problems, one a line on stderr, and raise ToolError; without any, print `fine` and return 0."""
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    if problems:
+        raise ToolError(f"{failed} {len(problems)} problem(s)")
+    print(fine)
+    return 0
+
+
 @contextmanager
 def hub_errors(endpoint: str) -> Iterator[None]:
     """Turn what huggingface_hub raises inside the block into a ToolError that names the endpoint."""

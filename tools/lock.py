@@ -32,7 +32,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundEr
 from kernels._rust import KernelDependency, KernelLock, KernelLocks, KernelVersion, Metadata
 
 from .check import digest_problems
-from .errors import ToolError, hub_errors, run
+from .errors import ToolError, conclude, hub_errors, run
 
 LOCK_FILE = "kernels.lock"
 
@@ -206,12 +206,8 @@ def main(argv: list[str] | None = None) -> int:
         report = check_lock(args.project_dir)
         for line in report.notes:
             print(f"note: {line}")
-        for line in report.problems:
-            print(line, file=sys.stderr)
-        if report.problems:
-            raise ToolError(f"{args.project_dir / LOCK_FILE} does not hold: {len(report.problems)} problem(s)")
-        print(f"{args.project_dir / LOCK_FILE} holds")
-        return 0
+        path = args.project_dir / LOCK_FILE
+        return conclude(report.problems, f"{path} does not hold:", f"{path} holds")
 
     return run(command)
 

@@ -100,7 +100,7 @@ def kernelize(model: nn.Module, mode=None, device: str | torch.device | None = N
     """
     from kernels import Mode
 
-    _check_model(model)
+    check_model(model)
     rows = layer_rows()
     if not any(host_class(module, rows) for module in model.modules()):
         raise ValueError(f"model must contain transformers' DeepSeek-V4 modules; {type(model).__name__} has none")
@@ -128,7 +128,7 @@ def unkernelize(model: nn.Module) -> nn.Module:
     Raises:
         TypeError: model is no torch module.
     """
-    _check_model(model)
+    check_model(model)
     _forget_train(model)
     ours = {getattr(layers, row.layer).forward for row in ROWS}
     for module in model.modules():
@@ -148,10 +148,10 @@ def module_forward(module: nn.Module):
 
 def host_class(module: nn.Module, rows: list[Row]) -> tuple[type, Row] | None:
     """The transformers class that the module is an instance of, and its row; None without one."""
-    by_name = {(row.module, row.cls): row for row in rows}
     for cls in type(module).__mro__:
-        if row := by_name.get((cls.__module__, cls.__name__)):
-            return cls, row
+        for row in rows:
+            if (row.module, row.cls) == (cls.__module__, cls.__name__):
+                return cls, row
     return None
 
 
@@ -166,7 +166,8 @@ def why_not_layer(module: nn.Module, cls: type) -> str | None:
     return "its forward was set on the module"
 
 
-def _check_model(model):
+def check_model(model) -> None:
+    """Raise TypeError unless the model is a torch module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
 

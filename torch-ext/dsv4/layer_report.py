@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from . import layers
-from .layer_mapping import MODELING, host_class, layer_rows, module_forward, why_not_layer
+from .layer_mapping import MODELING, check_model, host_class, layer_rows, module_forward, why_not_layer
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,7 @@ def kernelization_report(model: nn.Module) -> KernelizationReport:
         TypeError: model is no torch module.
         RuntimeError: the installed transformers is not supported.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    check_model(model)
     rows = layer_rows()
     modules = []
     for name, module in model.named_modules():

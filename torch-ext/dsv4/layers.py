@@ -80,12 +80,10 @@ class DeepseekV4Attention(nn.Module):
             compressed, block_bias = self.compressor(hidden_states, q_residual, position_ids, cache, self.layer_idx)
             kv = torch.cat([kv, compressed], dim=2)
             if isinstance(attention_mask, torch.Tensor) and kv.shape[2] > attention_mask.shape[-1]:
-                # No bias means that the query sees every entry.
-                if block_bias is None:
-                    block_bias = attention_mask.new_zeros(()).expand(
-                        *attention_mask.shape[:-1], kv.shape[2] - attention_mask.shape[-1]
-                    )
-                attention_mask = torch.cat([attention_mask, block_bias.to(attention_mask.dtype)], dim=-1)
+                if block_bias is None:  # the query sees every entry
+                    attention_mask = nn.functional.pad(attention_mask, (0, kv.shape[2] - attention_mask.shape[-1]))
+                else:
+                    attention_mask = torch.cat([attention_mask, block_bias.to(attention_mask.dtype)], dim=-1)
 
         attention = host.ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, host.eager_attention_forward

@@ -48,7 +48,7 @@ def prepare_rope(x, cos, sin, unsqueeze_dim, inverse, out):
         ),
         x.device,
         num_warps=config.num_warps,
-        # Each product is rounded, as in transformers: the same bits for every layout, and those of its eager code.
+        # Each product is rounded, as in transformers' eager code. Fused, variants for other layouts differed in bits.
         enable_fp_fusion=False,
     )
 
