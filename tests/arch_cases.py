@@ -1,70 +1,22 @@
-"""How each kernel is specialised in the model, for compiling without a GPU: argument types, constants, divisibility."""
+"""How each kernel is specialised in the model, for compiling without a GPU."""
 
-import importlib
-import pkgutil
-from dataclasses import dataclass, field
+from arch_case import ArchCase, jit_functions, tl
 
-
-@dataclass(frozen=True)
-class ArchCase:
-    """One specialisation. `types` gives Triton types by argument name; other runtime arguments are i32.
-
-    `constants` are constexprs and arguments that are 1 or None; `any` are integers that are not multiples of 16.
-    """
-
-    name: str
-    module: str
-    kernel: str
-    types: dict
-    constants: dict
-    num_warps: int = 4
-    any: frozenset = field(default=frozenset())
-
-    def specialise(self, kernel, arch):
-        constants = {**self.constants, "PDL": isinstance(arch, int) and arch >= 90}
-        signature, attributes = {}, {}
-        for index, name in enumerate(kernel.arg_names):
-            if name in constants:
-                signature[name] = "constexpr"
-                continue
-            signature[name] = self.types.get(name, "i32")
-            if signature[name] != "fp32" and name not in self.any:
-                attributes[(index,)] = [["tt.divisibility", 16]]
-        return signature, {name: value for name, value in constants.items() if name in kernel.arg_names}, attributes
-
-
-def jit_functions(package, entry_points: bool) -> set:
-    """(module, name) of the kernels in the package: jit functions that take pointers are entry points."""
-    from triton.runtime import JITFunction
-
-    found = set()
-    for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-        module = importlib.import_module(info.name)
-        for name, value in vars(module).items():
-            if isinstance(value, JITFunction) and value.__module__ == info.name:
-                if not entry_points or any(argument.endswith("_ptr") for argument in value.arg_names):
-                    found.add((info.name.removeprefix(f"{package.__name__}."), name))
-    return found
-
-
-def _tl():
-    import triton.language as tl
-
-    return tl
+__all__ = ["CASES", "jit_functions"]
 
 
 def _rope(name, dtype, table, acc="fp32", **constants):
-    tl = _tl()
+    language = tl()
     pointers = {"x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "cos_ptr": f"*{table}", "sin_ptr": f"*{table}"}
     fixed = dict(x_channel=1, out_channel=1, cos_pair=1, sin_pair=1, INVERSE=False, WIDE=False)
     return ArchCase(
         f"rope {name}", "rope.triton", "_rope_kernel", pointers,
-        fixed | {"ACC": {"fp32": tl.float32, "fp64": tl.float64}[acc]} | constants, any=frozenset({"heads", "tokens", "head_tiles", "token_tiles"}),
+        fixed | {"ACC": {"fp32": language.float32, "fp64": language.float64}[acc]} | constants, any=frozenset({"heads", "tokens", "head_tiles", "token_tiles"}),
     )  # fmt: skip
 
 
 def _norm(name, kernel, dtype, weight="fp32", acc="fp32", warps=4, **constants):
-    tl = _tl()
+    language = tl()
     names = ("x_ptr", "out_ptr", "dout_ptr", "dx_ptr")
     types = {name: f"*{dtype}" for name in names} | {"partial_ptr": f"*{acc}", "weight_ptr": f"*{weight}"}
     fixed = dict(x_channel=1, out_channel=1, dout_channel=1, dx_channel=1, weight_channel=1, EPS=1e-6, WIDE=False)
@@ -77,7 +29,7 @@ def _norm(name, kernel, dtype, weight="fp32", acc="fp32", warps=4, **constants):
     fixed |= constants
     return ArchCase(
         f"rms_norm {name}", "rms_norm.triton", kernel, types,
-        fixed | {"ACC": {"fp32": tl.float32, "fp64": tl.float64}[acc]}, num_warps=warps,
+        fixed | {"ACC": {"fp32": language.float32, "fp64": language.float64}[acc]}, num_warps=warps,
         any=frozenset({"rows", "size1", "size2", "tiles", "programs"}),
     )  # fmt: skip
 
@@ -98,8 +50,8 @@ def _cases():
     yield _norm("fp64", "_backward_kernel", "fp64", "fp64", "fp64", ROWS=2, WIDTH=512, STAGES=3)
     yield ArchCase(
         "rms_norm reduce", "rms_norm.triton", "_reduce_kernel", {"partial_ptr": "*fp32", "dweight_ptr": "*fp32"},
-        dict(ACC=_tl().float32, ROWS=64, COLUMNS=64), any=frozenset({"programs"}),
+        dict(ACC=tl().float32, ROWS=64, COLUMNS=64), any=frozenset({"programs"}),
     )  # fmt: skip
 
 
-CASES = tuple(_cases())
+CASES = (*_cases())

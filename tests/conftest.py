@@ -34,8 +34,28 @@ def _round_as_hardware_does():
     interpreter._convert_float = rounded
 
 
+def _multiply_bf16_as_numbers():
+    """Triton's interpreter (3.6, 3.7) multiplies the raw 16-bit integers of bf16 operands of tl.dot."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    multiply = interpreter.InterpreterBuilder.create_dot
+
+    def widened(self, a, b, d, *options):
+        a, b = (
+            interpreter.TensorHandle((x.data.astype("uint32") << 16).view("float32"), tl.float32)
+            if x.dtype.scalar == tl.bfloat16
+            else x
+            for x in (a, b)
+        )
+        return multiply(self, a, b, d, *options)
+
+    interpreter.InterpreterBuilder.create_dot = widened
+
+
 if DEVICE == "cpu":
     _round_as_hardware_does()
+    _multiply_bf16_as_numbers()
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))

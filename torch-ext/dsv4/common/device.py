@@ -31,6 +31,12 @@ def shared_memory(device: torch.device) -> int:
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 65536)
 
 
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many multiprocessors the device has; 1 where it can't be asked."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
 def launch_on(tensor: torch.Tensor):
     """Context manager that makes the tensor's device the current one: Triton launches on the current device."""
     if tensor.device.type == "cpu":

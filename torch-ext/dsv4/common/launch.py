@@ -11,7 +11,7 @@ _stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # both in CUDA b
 _current_device = getattr(torch._C, "_cuda_getDevice", None)
 
 
-def prepare_launch(kernel, programs: int, scalars: tuple, constants: dict, device: torch.device, **options):
+def prepare_launch(kernel, programs: int, scalars: tuple, constants: dict, device: torch.device, pdl: bool = True, **options):
     """A function of tensors that launches `kernel` on them with all its other arguments.
 
     A JIT launch works out types, divisibility and the compiled kernel from 25 arguments anew: 19 us of host time. All
@@ -24,9 +24,10 @@ def prepare_launch(kernel, programs: int, scalars: tuple, constants: dict, devic
         scalars: runtime arguments.
         constants: constexprs by name, without PDL.
         device: where the tensors will be.
+        pdl: False for a kernel that does not wait for the previous one itself (follow_previous_kernel).
         options: num_warps and the like.
     """
-    pdl = capability(device) >= 90
+    pdl = pdl and capability(device) >= 90
     constants = {**constants, "PDL": pdl}
     if pdl:
         options["launch_pdl"] = True

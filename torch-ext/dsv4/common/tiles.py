@@ -15,3 +15,10 @@ def follow_previous_kernel(PDL: tl.constexpr):
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+
+
+@triton.jit
+def row_offset(row, size1, size2, stride0, stride1, stride2):
+    """Offset of each row, counted over three merged leading dimensions, innermost last. 64-bit before any product."""
+    inner, middle, outer = row % size2, (row // size2) % size1, row // size2 // size1
+    return outer.to(tl.int64) * stride0 + middle.to(tl.int64) * stride1 + inner.to(tl.int64) * stride2

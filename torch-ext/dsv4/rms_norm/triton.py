@@ -7,7 +7,7 @@ import triton.language as tl
 from ..common.device import shared_memory, why_not_triton
 from ..common.launch import prepare_launch
 from ..common.rows import MAX_DIMS, merge_rows, pad_dims
-from ..common.tiles import follow_previous_kernel
+from ..common.tiles import follow_previous_kernel, row_offset
 from .configs import MAX_WIDTH, choose_backward_config, choose_config
 
 REDUCTION_BYTES = 4096  # shared memory that sums over a row need beside the tiles in flight
@@ -127,13 +127,6 @@ def _scale(x, width, EPS: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, W
         return 1.0 / tl.sqrt(mean_square)
 
 
-@triton.jit
-def _row_offset(row, size1, size2, stride0, stride1, stride2):
-    """Offset of each row, counted over three merged leading dimensions, innermost last. 64-bit before any product."""
-    inner, middle, outer = row % size2, (row // size2) % size1, row // size2 // size1
-    return outer.to(tl.int64) * stride0 + middle.to(tl.int64) * stride1 + inner.to(tl.int64) * stride2
-
-
 @triton.jit(do_not_specialize=["rows", "size1", "size2"])
 def _forward_kernel(
     x_ptr,  # [rows, D], rows in three dimensions
@@ -166,7 +159,7 @@ def _forward_kernel(
         col = col.to(tl.int64)
     mask = (row < rows) & (col < width)
     follow_previous_kernel(PDL)
-    x_row = x_ptr + _row_offset(row, size1, size2, x_0, x_1, x_2)
+    x_row = x_ptr + row_offset(row, size1, size2, x_0, x_1, x_2)
     x = tl.load(x_row + col * x_channel, mask=mask, other=0.0)
     # In flight together with x: after the sum its latency would be added.
     if weight_ptr is not None:
@@ -183,7 +176,7 @@ def _forward_kernel(
         normalized = normalized.to(x.dtype).to(ACC)
     if weight_ptr is not None:
         normalized = weight.to(ACC) * normalized
-    out_row = out_ptr + _row_offset(row, size1, size2, out_0, out_1, out_2)
+    out_row = out_ptr + row_offset(row, size1, size2, out_0, out_1, out_2)
     tl.store(out_row + col * out_channel, normalized.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -232,8 +225,8 @@ def _backward_kernel(
     for tile in tl.range(program, tiles, tl.num_programs(0), num_stages=STAGES):
         row = (tile * ROWS + tl.arange(0, ROWS))[:, None]
         mask = (row < rows) & (col < width)
-        x_row = x_ptr + _row_offset(row, size1, size2, x_0, x_1, x_2)
-        dout_row = dout_ptr + _row_offset(row, size1, size2, dout_0, dout_1, dout_2)
+        x_row = x_ptr + row_offset(row, size1, size2, x_0, x_1, x_2)
+        dout_row = dout_ptr + row_offset(row, size1, size2, dout_0, dout_1, dout_2)
         x = tl.load(x_row + col * x_channel, mask=mask, other=0.0).to(ACC)
         dout = tl.load(dout_row + col * dout_channel, mask=mask, other=0.0).to(ACC)
         # Rows past the end are zeros: with eps 0 their scale is infinite and 0 * inf would reach dweight.
@@ -247,7 +240,7 @@ def _backward_kernel(
         # dx = scale * (w dout - x scale^2 mean(w dout x))
         mean = _row_sum(dout * normalized, ROWS, WIDTH) / width
         dx = scale * (dout - normalized * mean)
-        dx_row = dx_ptr + _row_offset(row, size1, size2, dx_0, dx_1, dx_2)
+        dx_row = dx_ptr + row_offset(row, size1, size2, dx_0, dx_1, dx_2)
         tl.store(dx_row + col * dx_channel, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if partial_ptr is not None:
         total = tl.sum(dweight, 0, keep_dims=True).to(partial_ptr.dtype.element_ty)
