@@ -1,5 +1,6 @@
 """How each kernel is specialised in the model, for compiling without a GPU."""
 
+import arch_hadamard
 from arch_case import ArchCase, jit_functions, tl
 
 __all__ = ["CASES", "jit_functions"]
@@ -54,4 +55,4 @@ def _cases():
     )  # fmt: skip
 
 
-CASES = (*_cases())
+CASES = (*_cases(), *arch_hadamard.CASES)

@@ -1,6 +1,7 @@
 """DeepSeek-V4 kernels for transformers. Everything public is named here."""
 
 from . import layers
+from .hadamard import hadamard_transform
 from .layer_mapping import kernelize, register_layer_mapping, unkernelize
 from .layer_report import kernelization_report
 from .rms_norm import rms_norm
@@ -9,6 +10,7 @@ from .rope import apply_rotary_pos_emb, apply_rotary_pos_emb_
 __all__ = [
     "apply_rotary_pos_emb",
     "apply_rotary_pos_emb_",
+    "hadamard_transform",
     "kernelization_report",
     "kernelize",
     "layers",

@@ -1,0 +1,3 @@
+from .op import hadamard_transform
+
+__all__ = ["hadamard_transform"]
