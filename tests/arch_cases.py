@@ -1,6 +1,8 @@
 """How each kernel is specialised in the model, for compiling without a GPU."""
 
+import arch_compressor
 import arch_hadamard
+import arch_indexer
 from arch_case import ArchCase, jit_functions, tl
 
 __all__ = ["CASES", "jit_functions"]
@@ -55,4 +57,4 @@ def _cases():
     )  # fmt: skip
 
 
-CASES = (*_cases(), *arch_hadamard.CASES)
+CASES = (*_cases(), *arch_compressor.CASES, *arch_hadamard.CASES, *arch_indexer.CASES)

@@ -1,0 +1,3 @@
+from .op import compress_kv
+
+__all__ = ["compress_kv"]

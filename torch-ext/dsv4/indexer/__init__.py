@@ -1,0 +1,3 @@
+from .op import topk
+
+__all__ = ["topk"]
